@@ -5,6 +5,9 @@ import contextlib
 import json
 import os
 import re
+import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -327,6 +330,35 @@ def test_a_version_that_can_become_whole_is_kept_also_when_a_rank_was_lost(keepe
         copies.keep(step, jnp.arange(3.0) + step)
     copies.close(at_once=True)
     assert [record["step"] for record in keeper.records()] == [0, 1]
+
+
+def killed_keeper() -> int:
+    """Kills the process that has the memory; which it was."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect("\0" + os.environ["MPMD_KEEPER"].split(":")[1])
+        pid, *_ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_a_keeper_that_was_killed_has_a_successor_that_is_given_the_next_version(keeper, monkeypatch, capfd):
+    """Three times in a row; then nothing is kept any more, and the loop goes on."""
+    killed = []
+
+    def body(i, x):
+        if i in (2, 4, 6):
+            killed.append(killed_keeper())
+        return x + 1
+
+    with pytest.raises(LossError):
+        again(monkeypatch, until(6, body), np.zeros(3), 9, attempt=0)
+    text = "mpmd.resilient: the keeper on 127.0.0.1 was killed, and has a successor: what it had is lost\n"
+    assert capfd.readouterr().err == 2 * text
+    assert again(monkeypatch, body, np.full(3, 7.0), 9).tolist() == [9, 9, 9]
+    goes_on, *lost = capfd.readouterr().err.splitlines(keepends=True)
+    assert goes_on == "mpmd.resilient: goes on after step 5, from memory\n"
+    assert "the keeper on 127.0.0.1 cannot be used any more" in lost[0] and "no more copies" in lost[1]
+    assert len({*killed}) == 3
 
 
 def test_a_host_whose_keeper_was_lost_goes_on_keeping_with_another_one(keeper, capfd):

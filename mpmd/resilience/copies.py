@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -141,17 +141,22 @@ class Copies:
         about = dict(self._about, step=step)
         below = (self._about["call"], self.whole)
         data, header = None, ""
-        for address, connection in list(self._keepers.items()):
+
+        def give(connection: Connection) -> None:
+            nonlocal data, header
+            if connection.shares_memory:
+                buffer, data = connection.begin(layout.nbytes, below)
+                header = written(layout, taken, data)
+                connection.commit(buffer, about, header)
+                return
+            if data is None:
+                data = np.empty(layout.nbytes, np.uint8)
+                header = written(layout, taken, data)
+            connection.put(data, below, about, header)
+
+        for address in list(self._keepers):
             try:
-                if connection.shares_memory:
-                    buffer, data = connection.begin(layout.nbytes, below)
-                    header = written(layout, taken, data)
-                    connection.commit(buffer, about, header)
-                    continue
-                if data is None:
-                    data = np.empty(layout.nbytes, np.uint8)
-                    header = written(layout, taken, data)
-                connection.put(data, below, about, header)
+                self._give_to(address, give)
             except OSError as error:
                 self._without(address, error)
         if not self._keepers:
@@ -160,6 +165,18 @@ class Copies:
             return
         self._step = step
         self._ranks.publish(f"{self._about['call']} {step}")
+
+    def _give_to(self, address: Address, give: Callable[[Connection], None]) -> None:
+        """Gives a version to a keeper; where it was killed, to its successor, which has none yet."""
+        try:
+            give(self._keepers[address])
+        except ConnectionError:
+            if self._is_closing:
+                raise
+            self._keepers[address] = self._keepers[address].again()
+            give(self._keepers[address])
+            if self._speaks:
+                say(f"the keeper on {address.host} was killed, and has a successor: what it had is lost")
 
     def _without(self, address: Address, error: OSError) -> None:
         self._keepers.pop(address).close()

@@ -5,8 +5,11 @@ it the memory, for states lie in anonymous memory and in no file. Ranks of this 
 a Unix socket hands it to them. Ranks of other hosts send their bytes by TCP. Whoever connects proves that it has the
 job's token. A record counts from its `commit` on.
 
+What has the memory is a child of this process, for the kernel kills large processes first where memory runs out. Then
+another child takes over the sockets, with empty memory: the next version lies there. All ends with this process.
+
 It also makes a folder for compiled programs, which a process that is started again then loads. The folder goes when the
-keeper ends; where a keeper was killed, its successor finds the folder and removes it.
+keeper ends.
 
 It needs the standard library alone and imports nothing of this package, so that it starts in no time.
 """
@@ -26,12 +29,15 @@ import struct
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
 TOKEN = "MPMD_KEEPER_TOKEN"
 _NONCE = 32
 _LARGEST_MESSAGE = 1 << 30
+_BACKLOG = 1024
+_MOST_DEATHS, _LONG_S = 3, 60.0  # children in a row that live for less: there is no room for what they are to keep
 
 Version = tuple[int, int]  # which call of `resilient` in the program, and the step whose result it is
 
@@ -277,12 +283,45 @@ def _accept(listener: socket.socket, memory: Memory, token: str) -> None:
 def _listeners(bind: str, name: str) -> list[socket.socket]:
     here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     here.bind("\0" + name)
-    here.listen(1024)
+    here.listen(_BACKLOG)
     if bind != "::":
-        return [here, socket.create_server((bind, 0), backlog=1024)]
+        return [here, socket.create_server((bind, 0), backlog=_BACKLOG)]
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    return [here, socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)]
+    return [here, socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)]
+
+
+def _keep(listeners: list[socket.socket], token: str, parent: int) -> None:
+    """Keeps what it is given until the pipe of its parent ends."""
+    memory = Memory()
+    for listener in listeners:
+        listener.listen(_BACKLOG)  # whoever asks the socket whose it is hears of this process
+        threading.Thread(target=_accept, args=(listener, memory, token), daemon=True).start()
+    os.read(parent, 1)
+
+
+def _have_kept(listeners: list[socket.socket], token: str, silence: float | None) -> None:
+    """Has a child keep what it is given, and another one if it was killed; until stdin ends, or is silent for long."""
+    num_deaths = 0
+    while num_deaths < _MOST_DEATHS:
+        (end, until_end), (life, lives) = os.pipe(), os.pipe()
+        begun = time.monotonic()
+        if (child := os.fork()) == 0:
+            for fd in (0, until_end, life):
+                os.close(fd)
+            _keep(listeners, token, end)
+            os._exit(0)  # the threads have nothing to finish
+        os.close(end)
+        os.close(lives)
+        is_over = False
+        while not is_over and life not in (ready := select.select([0, life], [], [], silence)[0]):
+            is_over = not ready or not os.read(0, 4096)
+        os.close(until_end)
+        os.close(life)
+        os.waitpid(child, 0)
+        if is_over:
+            return
+        num_deaths = num_deaths + 1 if time.monotonic() - begun < _LONG_S else 1
 
 
 def main() -> None:
@@ -297,16 +336,13 @@ def main() -> None:
     folder = os.path.join(tempfile.gettempdir(), f"jax-mpmd.{hashlib.sha256(token.encode()).hexdigest()[:16]}")
     with contextlib.suppress(OSError):
         os.makedirs(folder, mode=0o700, exist_ok=True)
-    memory, listeners = Memory(), _listeners(options.bind, name)
-    for listener in listeners:
-        threading.Thread(target=_accept, args=(listener, memory, token), daemon=True).start()
+    listeners = _listeners(options.bind, name)
     # At once: the launcher may take the half of a line for all of it.
     os.write(sys.stdout.fileno(), f"ready {listeners[1].getsockname()[1]} {name}:{folder}\n".encode())
-    while select.select([0], [], [], options.silence)[0] and os.read(0, 4096):
-        pass
-    sys.stdout.flush()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)  # the threads have nothing to finish
+    try:
+        _have_kept(listeners, token, options.silence)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

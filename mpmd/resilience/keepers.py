@@ -44,6 +44,7 @@ class Connection:
 
     def __init__(self, address: Address, token: str, *, shares_memory: bool):
         self.shares_memory = shares_memory
+        self._address, self._token = address, token
         if shares_memory:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.settimeout(_LIMIT_S)
@@ -109,6 +110,11 @@ class Connection:
         if not self.shares_memory:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
+
+    def again(self) -> "Connection":
+        """A connection to what has taken over from a keeper that was killed; closes this one."""
+        self.close()
+        return Connection(self._address, self._token, shares_memory=self.shares_memory)
 
     def close(self) -> None:
         self._socket.close()

@@ -201,11 +201,12 @@ def test_a_keeper_ends_when_launcher_and_ranks_are_killed_and_the_allocation_sta
     program = python("import os, time; print(f'rank={os.getpid()}', flush=True); time.sleep(1000)")
     with launch("-n", 2, "--restarts", 1, *program, prefix=(*SALLOC, *script), **slurm.environment) as job:
         ranks = job.wait_for_line(r"rank=(\d+)", 2)
-        (keeper,) = [pid for pid in job.left() if "keeper.py" in command(pid)]
+        keepers = [pid for pid in job.left() if "keeper.py" in command(pid)]
+        assert len(keepers) == 2
         for pid in (*ranks, *job.wait_for_line(r"launcher=(\d+)")):
             os.kill(int(pid), signal.SIGKILL)
         (allocated,) = job.wait_for_line(r"over=(\d+)")
-        until(lambda: not alive(keeper), "the end of the keeper", 20)  # before it misses the signs of life
+        until(lambda: not any(map(alive, keepers)), "the end of the keeper", 20)  # before it misses the signs of life
         (number,) = slurm.jobs()
         until(
             lambda: slurm.command("squeue", "--noheader", "--steps", f"--jobs={number}").stdout == "",

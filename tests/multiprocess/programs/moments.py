@@ -35,14 +35,18 @@ def strike(fault: dict) -> None:
     print(f"fault: {fault}", file=sys.stderr, flush=True)
     pid = os.getpid()
     if fault.get("keeper"):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect("\0" + os.environ["MPMD_KEEPER"].split(":")[1])
-            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        os.kill(struct.unpack("iII", peer)[0], signal.SIGKILL)
+        os.kill(keeper(), signal.SIGKILL)
     if wakes_s := fault.get("wakes_s"):
         subprocess.Popen(["sh", "-c", f"sleep {wakes_s}; kill -CONT {pid}"], start_new_session=True)
     if number := fault.get("signal"):
         os.kill(pid, number)
+
+
+def keeper() -> int:
+    """The process of this host that has the memory."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect("\0" + os.environ["MPMD_KEEPER"].split(":")[1])
+        return struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
 
 
 def later(fault: dict) -> None:
