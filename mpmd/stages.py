@@ -56,6 +56,7 @@ from mpmd.tracing.trace import Trace, trace_step
 from mpmd.users_frame import users_frame
 from scheduler import Costs, Program, Timeline
 from scheduler.base.collector import without_collection
+from scheduler.base.texts import counted
 from scheduler.base.waiting import waiting
 
 _C = TypeVar("_C", bound="Compiled")
@@ -203,7 +204,7 @@ class Traced:
 
     def __repr__(self):
         loops = [e.params["info"] for e in self._trace.jaxpr.eqns if e.primitive.name == "treduce"]
-        shown = "; ".join(f"{i.schedule}, {i.num_microbatches} microbatches" for i in loops) or "no loop"
+        shown = "; ".join(f"{i.schedule}, {counted(i.num_microbatches, 'microbatch')}" for i in loops) or "no loop"
         return f"Traced({self._name}: {len(self._trace.jaxpr.eqns)} equations; {shown})"
 
 
@@ -224,7 +225,9 @@ def _same(loop: Loop, lowered: "Lowered") -> Loop:
 
 def _items(outline: Outline, mesh: MpmdMesh) -> str:
     """A step in a line: its loops, and what is around them."""
-    loops = [f"{loop.schedule}, {loop.partition.info.num_microbatches} microbatches" for loop in outline.loops]
+    loops = [
+        f"{loop.schedule}, {counted(loop.partition.info.num_microbatches, 'microbatch')}" for loop in outline.loops
+    ]
     around = len(outline.items) - len(loops)
     return f"{mesh}; {'; '.join(loops) or 'no loop'}; {around} segments and transfers around"
 
@@ -438,8 +441,8 @@ class Compiled:
         return self._bound
 
     def __repr__(self):
-        compiler = self._programs.compiler
-        return f"Compiled({_items(self._programs.outline, self._programs.mesh)}; {compiler.num_programs} programs)"
+        programs = counted(self._programs.compiler.num_programs, "program")
+        return f"Compiled({_items(self._programs.outline, self._programs.mesh)}; {programs})"
 
     # --- what it is -------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mpmd.arrays.mesh import Device
+from scheduler.base.texts import counted
 
 # XLA's CPU runtime takes over numpy memory of this alignment as it is.
 _ALIGNMENT = 64
@@ -95,7 +96,7 @@ class EveryHost:
     num_processes: int
 
     def __repr__(self) -> str:
-        return f"EveryHost({self.num_processes} processes)"
+        return f"EveryHost({counted(self.num_processes, 'process')})"
 
 
 # Where arrays are as a whole, and where one shard is: a device, that of a `DescribedDevice` too.

@@ -290,7 +290,7 @@ def test_what_orbax_does_not_document_is_touched_in_one_file():
 
 
 # Lower it when a name goes; a new one needs a good reason.
-MOST_ORBAX_NAMES = 52
+MOST_ORBAX_NAMES = 53
 
 
 def _names_of_orbax() -> set[str]:

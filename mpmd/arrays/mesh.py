@@ -19,6 +19,7 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.shards import Device, stacked
 from mpmd.arrays.specs import quoted
 from mpmd.arrays.targets import Target
+from scheduler.base.texts import counted
 
 
 def _check_joined() -> None:
@@ -128,10 +129,10 @@ class MpmdMesh:
     def __repr__(self) -> str:
         if self.jax_mesh is not None:
             axes = ", ".join(f"{name!r}: {size}" for name, size in self.jax_mesh.shape.items())
-            return f"MpmdMesh({axes}; {self.num_groups} groups along {self.mpmd_axis_name!r})"
+            return f"MpmdMesh({axes}; {counted(self.num_groups, 'group')} along {self.mpmd_axis_name!r})"
         shapes = ["(" + ", ".join(f"{name!r}: {size}" for name, size in g.shape.items()) + ")" for g in self.groups]
         if len(set(shapes)) == 1:
-            text = f"{self.num_groups} groups of {shapes[0]}"
+            text = f"{counted(self.num_groups, 'group')} of {shapes[0]}"
         else:
             text = "groups " + ", ".join(shapes)
         return f"MpmdMesh({text}{', on shared devices' if self.groups_share_devices else ''})"

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import scheduler
 from mpmd.errors import ScheduleError
+from scheduler.base.texts import counted
 from scheduler.ordering import paired
 from scheduler.schedules.one_f_one_b import looped
 from scheduler.task import Kind, Orders, Pairs, check_count
@@ -113,7 +114,7 @@ class BaseSchedule(scheduler.Schedule):
         return _translated(self, num_microbatches).pairs
 
     def __str__(self) -> str:
-        return f"{type(self).__name__}({self.num_stages} stages on {self.num_groups} groups)"
+        return f"{type(self).__name__}({counted(self.num_stages, 'stage')} on {counted(self.num_groups, 'group')})"
 
 
 @functools.lru_cache(maxsize=64)

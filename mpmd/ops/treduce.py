@@ -65,7 +65,7 @@ class LoopInfo:
     def __str__(self):
         operations = ", ".join(map(str, self.operations))
         cuts = "" if self.cuts is None else f", cuts {self.cuts}"
-        return f"LoopInfo({self.schedule}, {self.num_microbatches} microbatches, {operations}{cuts})"
+        return f"LoopInfo({self.schedule}, {counted(self.num_microbatches, 'microbatch')}, {operations}{cuts})"
 
     __repr__ = __str__
 

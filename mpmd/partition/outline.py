@@ -21,6 +21,7 @@ from mpmd.graphs.body import Place
 from mpmd.partition.loop import LoopPartition
 from mpmd.tracing.trace import Trace
 from scheduler import Costs, Schedule, Timeline
+from scheduler.base.texts import counted
 from scheduler.task import Orders, reads_of
 from scheduler.timing.simulate import simulate_orders
 
@@ -126,9 +127,8 @@ class Outline:
                 size = equations.nbytes(item.var.aval)
                 lines.append(f"  send {self.names[item.var]} ({size:,} B) from group {item.source} to {item.target}")
             else:
-                lines.append(
-                    f"loop {item.number}: {item.schedule}, {item.partition.info.num_microbatches} microbatches"
-                )
+                microbatches = counted(item.partition.info.num_microbatches, "microbatch")
+                lines.append(f"loop {item.number}: {item.schedule}, {microbatches}")
                 lines += ["  " + line for line in str(item.partition).splitlines()]
         return "\n".join(lines)
 

@@ -25,7 +25,7 @@ from mpmd.report.memory import KINDS, measured, temporaries_of
 from mpmd.report.roles import Roles
 from mpmd.report.shares import Shares
 from scheduler import Costs, Program, check
-from scheduler.base.texts import in_bytes, in_seconds, table
+from scheduler.base.texts import counted, in_bytes, in_seconds, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Plan:
         lines.append(
             f"step: {in_seconds(self.step.seconds)}, of which devices idle {self.step.idle_fraction:.1%};"
             f" at most {in_seconds(exposed)} of a group wait for transfers;"
-            f" {self.utilization:.1%} of peak (MFU{again}){rate}; {self.num_programs} programs"
+            f" {self.utilization:.1%} of peak (MFU{again}){rate}; {counted(self.num_programs, 'program')}"
         )
         lines += [self.copies.text(self.step.seconds)] if self.copies else []
         lines.append(self.verdict)
@@ -289,7 +289,7 @@ def tokens_of(roles: Roles) -> int | None:
 def _loop_line(loop: LoopPlan) -> str:
     """A loop as it is: all of its microbatches, its cut, its time."""
     shapes = f" of {loop.num_shapes} shapes (tasks and memory above: of the largest)" if loop.num_shapes > 1 else ""
-    microbatches = f"{loop.num_microbatches} microbatches{shapes}"
+    microbatches = f"{counted(loop.num_microbatches, 'microbatch')}{shapes}"
     text = f"loop {loop.number}: {loop.schedule}, {microbatches}, {in_seconds(loop.seconds)}"
     if loop.cuts is None:
         return f"{text}; stages end where the model marks them"

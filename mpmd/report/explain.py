@@ -15,7 +15,7 @@ from mpmd.report.repetition import repetition
 from mpmd.report.roles import Roles
 from mpmd.report.shares import Shares
 from scheduler import Call, Program, Run, Send
-from scheduler.base.texts import in_bytes, in_seconds
+from scheduler.base.texts import counted, in_bytes, in_seconds
 from scheduler.optimize.cuts import Cut
 
 
@@ -68,7 +68,7 @@ def explain(
         info = loop.partition.info
         timeline = loop.simulated()
         lines.append(
-            f"loop {loop.number}: {info.schedule}, {info.num_microbatches} microbatches,"
+            f"loop {loop.number}: {info.schedule}, {counted(info.num_microbatches, 'microbatch')},"
             f" bubble {timeline.bubble_fraction:.1%} if all tasks take equally long"
         )
         if info.cuts is not None:
@@ -88,11 +88,13 @@ def explain(
     compiler = programs.compiler
     in_use = len(programs.segments) + sum(len(p.executables) + len(p.fused) + len(p.zeros) for p in programs.loops)
     stored = f"{compiler.num_stored} from the compilation cache, " if compiler.num_stored else ""
+    here = counted(compiler.num_programs + compiler.num_loaded, "program")
     lines.append(
-        f"{in_use} executables of all groups; {compiler.num_programs + compiler.num_loaded} programs on devices of this"
-        f" process: {compiler.num_compiled} compiled, {stored}{compiler.num_loaded} copies of these loaded on other"
-        " devices (equal executables share programs, a long one may run as several);"
-        f" {traffic.num_calls} calls and {traffic.num_moves} transfers ({in_bytes(traffic.bytes_moved)}) a step;"
+        f"{in_use} executables of all groups; {here} on devices of this process: {compiler.num_compiled} compiled,"
+        f" {stored}{compiler.num_loaded} copies of these loaded on other devices (equal executables share programs, a long"
+        " one may run as several);"
+        f" {counted(traffic.num_calls, 'call')} and {counted(traffic.num_moves, 'transfer')}"
+        f" ({in_bytes(traffic.bytes_moved)}) a step;"
         f" {cost_per_step(programs, program, shares)[0] / 1e9:.3g} GFLOP a step; transfers {traffic.transport}"
     )
     return "\n".join(lines)

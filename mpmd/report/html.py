@@ -20,7 +20,7 @@ from mpmd.report.provenance import provenance
 from mpmd.report.roles import Roles
 from mpmd.report.shares import Shares
 from scheduler import Program, Timeline
-from scheduler.base.texts import in_bytes, in_flops, in_seconds
+from scheduler.base.texts import counted, in_bytes, in_flops, in_seconds
 from scheduler.timing.colours import colour
 
 # A picture of more bars than this would make a browser slow.
@@ -98,7 +98,7 @@ def _cards(facts: Facts) -> Iterator[str]:
     ]
     for loop in facts.programs.loops:
         info = loop.loop.partition.info
-        shown.append((type(loop.loop.schedule).__name__, f"{info.num_microbatches} microbatches"))
+        shown.append((type(loop.loop.schedule).__name__, counted(info.num_microbatches, "microbatch")))
     if facts.profile is not None:
         lengths = [s.seconds for s in facts.profile.steps]
         shown.insert(0, (in_seconds(statistics.median(lengths)), f"a step, median of {len(lengths)}"))

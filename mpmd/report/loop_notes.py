@@ -14,7 +14,7 @@ from mpmd.partition.outline import Loop
 from mpmd.report.flops import flops_of
 from mpmd.report.roles import Roles
 from scheduler import Costs, order_microbatches, simulate
-from scheduler.base.texts import in_bytes, in_flops
+from scheduler.base.texts import counted, in_bytes, in_flops
 from scheduler.task import reads_of
 
 _SHOWN = 6
@@ -74,7 +74,7 @@ def _balance(program: LoopProgram, bubble: float) -> Iterator[str]:
     if bubble > _BUBBLE:
         yield (
             f"warning: groups idle {bubble:.0%} of loop {loop.number} even with equal tasks, for it has"
-            f" {info.num_microbatches} microbatches for {num_stages} stages.\n"
+            f" {counted(info.num_microbatches, 'microbatch')} for {counted(num_stages, 'stage')}.\n"
             "  More microbatches (smaller ones), or another schedule, make that less (docs/schedules.md)."
         )
 

@@ -11,7 +11,7 @@ from mpmd.report.chrome_trace import to_chrome_trace
 from mpmd.report.steps import Step
 from scheduler import Costs, Timeline
 from scheduler.base import texts
-from scheduler.base.texts import in_bytes, in_seconds
+from scheduler.base.texts import counted, in_bytes, in_seconds
 from scheduler.task import Orders, Reads
 from scheduler.timing.simulate import simulate_orders, timeline_of
 from scheduler.timing.timeline import to_text
@@ -159,7 +159,7 @@ def _lines(profile: Profile) -> Iterator[str]:
     num_ranks = len({r for ranks in profile.ranks for r in ranks})
     yield (
         f"{profile.name}: a step takes {in_seconds(statistics.median(lengths))}{spread}, median of {len(lengths)};"
-        f" {len(profile.ranks)} groups in {num_ranks} process{'es' if num_ranks > 1 else ''}"
+        f" {counted(len(profile.ranks), 'group')} in {counted(num_ranks, 'process')}"
     )
     if profile.clock_error_s:
         yield f"clocks of different machines agree within {in_seconds(profile.clock_error_s)}"
@@ -226,7 +226,7 @@ def loop_parts(profile: Profile, index: int = -1) -> list[TimeShare]:
     with_stages = profile.simulated(mean, index).makespan
     with_shapes = profile.simulated(no_transfers, index).makespan
     with_transfers = profile.simulated(costs, index).makespan
-    bubble = f"{facts.schedule}, {facts.num_microbatches} microbatches"
+    bubble = f"{facts.schedule}, {counted(facts.num_microbatches, 'microbatch')}"
     shapes = []
     if costs.microbatches:
         detail = _longest(costs, num_stages)

@@ -9,7 +9,7 @@ from typing import Any
 import scheduler
 from scheduler import Call, Program, Recv, Run, ScheduleError, Send, Value
 from scheduler.base import texts
-from scheduler.base.texts import in_seconds
+from scheduler.base.texts import counted, in_seconds
 from scheduler.engine import run_until_blocked
 
 # Ranks wait this share of the time before anything is said of a slow one.
@@ -165,8 +165,8 @@ def _checked(name: str, program: Program) -> str:
     except ScheduleError as e:
         return f"the program of {name} is wrong: {e}"
     return (
-        f"the program of {name} is right: {program.num_groups} groups, {report.num_transfers} transfers, no deadlock;"
-        " so the order of the instructions is not the cause"
+        f"the program of {name} is right: {counted(program.num_groups, 'group')},"
+        f" {counted(report.num_transfers, 'transfer')}, no deadlock; so the order of the instructions is not the cause"
     )
 
 

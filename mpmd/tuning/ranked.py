@@ -7,7 +7,7 @@ from typing import Any
 from mpmd.planning.plan import Plan
 from mpmd.tuning.predict import Prediction
 from scheduler import Schedule
-from scheduler.base.texts import in_bytes, in_seconds, table
+from scheduler.base.texts import counted, in_bytes, in_seconds, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +125,8 @@ class Tuning:
         if best.prediction is not None and self.fits:
             memory = ", ".join(map(in_bytes, best.prediction.memory))
             cuts = f", cuts={best.cuts}" if best.is_cut_again else ""
-            lines.append(
-                f"best: {best.schedule}, {best.num_microbatches} microbatches{cuts}; memory of each group: {memory}"
-            )
+            microbatches = counted(best.num_microbatches, "microbatch")
+            lines.append(f"best: {best.schedule}, {microbatches}{cuts}; memory of each group: {memory}")
             if cuts:
                 lines.append("its cuts follow from the measured tasks: pass them as treduce(..., cuts=...)")
         else:

@@ -38,6 +38,7 @@ from reshard.places import describe_mesh
 from reshard.sizes import nbytes_of
 from reshard.storage.documents import read_document
 from reshard.storage.paths import compiled
+from scheduler.base.texts import counted
 
 _MOST_AXES = 32
 _MOST_DEVICES = 1 << 17
@@ -71,9 +72,8 @@ class TargetLayout:
     def __str__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         processes = {device.process_index for device in self.mesh.devices.flat}
-        grouped = f", {len(self.groups)} groups along {self.mpmd_axis}" if self.mpmd_axis else ""
-        of_processes = "1 process" if len(processes) == 1 else f"{len(processes)} processes"
-        return f"mesh {axes}: {self.mesh.size} devices, {of_processes}{grouped}"
+        grouped = f", {counted(len(self.groups), 'group')} along {self.mpmd_axis}" if self.mpmd_axis else ""
+        return f"mesh {axes}: {counted(self.mesh.size, 'device')}, {counted(len(processes), 'process')}{grouped}"
 
 
 def read_layout(file: str | File) -> TargetLayout:

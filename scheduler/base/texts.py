@@ -80,11 +80,11 @@ def counted(number: int, noun: str) -> str:
     """A number of things, in words.
 
     Examples:
-        >>> counted(1, "array"), counted(2, "array"), counted(2, "entry"), counted(0, "axis")
-        ('1 array', '2 arrays', '2 entries', '0 axes')
+        >>> counted(1, "array"), counted(2, "batch"), counted(2, "process"), counted(2, "entry"), counted(0, "axis")
+        ('1 array', '2 batches', '2 processes', '2 entries', '0 axes')
     """
     if number != 1:
-        noun = re.sub("is$", "e", re.sub("(?<![aeiou])y$", "ie", noun)) + "s"
+        noun = re.sub("is$", "e", re.sub("(?<![aeiou])y$", "ie", re.sub("(?<=ch|ss)$", "e", noun))) + "s"
     return f"{number} {noun}"
 
 

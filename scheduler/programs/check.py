@@ -36,7 +36,7 @@ class Report:
             f"  group {group}: {count} instructions, at most {peak} bytes alive"
             for group, (count, peak) in enumerate(zip(self.num_instructions, self.peak_bytes, strict=True))
         ]
-        return "\n".join([f"right: {len(rows)} groups, {self.num_transfers} transfers", *rows])
+        return "\n".join([f"right: {counted(len(rows), 'group')}, {counted(self.num_transfers, 'transfer')}", *rows])
 
 
 def check(program: Program, *, streams: Sequence[Stream] | None = None) -> Report:

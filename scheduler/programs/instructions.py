@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from scheduler.base.texts import counted
 from scheduler.ordering import chain, readers_of
 from scheduler.task import Reads, Task
 
@@ -89,7 +90,7 @@ class TaskGraph:
         return isinstance(stage, int) and 0 <= stage < self.num_stages and kind in ("F", "R", "I", "W")
 
     def __str__(self) -> str:
-        head = f"{self.num_stages} stages, {'forward only' if self.forward_only else 'forward and backward'}"
+        head = f"{counted(self.num_stages, 'stage')}, {'forward only' if self.forward_only else 'forward and backward'}"
         empty = [f"  nothing to do: {', '.join(f'{s}{k}' for s, k in sorted(self.empty))}"] if self.empty else []
         return "\n".join([head, *(f"  {edge}" for edge in self.edges), *empty])
 
@@ -285,7 +286,8 @@ class Program:
 
     def _lines(self) -> Iterator[str]:
         count = sum(map(len, self.groups))
-        yield f"{self.num_groups} groups, {self.num_stages} stages, {count} instructions"
+        groups, stages = counted(self.num_groups, "group"), counted(self.num_stages, "stage")
+        yield f"{groups}, {stages}, {counted(count, 'instruction')}"
         for group, instructions in enumerate(self.groups):
             yield f"group {group}"
             if self.inputs_of(group):

@@ -94,8 +94,8 @@ class CustomSchedule(Schedule):
     def __str__(self) -> str:
         """What it is, without its thousands of tasks."""
         return (
-            f"CustomSchedule({self.num_stages} stages on {self.num_groups} groups, "
-            f"{self.num_microbatches} microbatches)"
+            f"CustomSchedule({counted(self.num_stages, 'stage')} on {counted(self.num_groups, 'group')}, "
+            f"{counted(self.num_microbatches, 'microbatch')})"
         )
 
     def orders(self, num_microbatches: int) -> Orders:

@@ -80,7 +80,7 @@ class GraphSchedule(Schedule):
                 )
 
     def __str__(self) -> str:
-        return f"GraphSchedule({self.num_stages} stages, {self.rule!r})"
+        return f"GraphSchedule({counted(self.num_stages, 'stage')}, {self.rule!r})"
 
     def orders(self, num_microbatches: int) -> Orders:
         check_count("GraphSchedule", "num_microbatches", num_microbatches)

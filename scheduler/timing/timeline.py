@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 
+from scheduler.base.texts import counted
 from scheduler.ordering import graph_needs
 from scheduler.task import Kind, Orders, Pairs, Reads, Task
 from scheduler.timing.colours import HATCHES, colour, pattern_definitions
@@ -183,10 +184,9 @@ class Timeline:
 def summary(timeline: Timeline) -> str:
     """One line: what it is, how long it takes, how much of that is bubble."""
     tasks = sum(map(len, timeline.orders))
-    return (
-        f"{timeline.name}: {timeline.num_groups} groups, {len(timeline.placement)} stages, {tasks} tasks, makespan "
-        f"{timeline.makespan:g}, bubble {timeline.bubble_fraction:.1%}"
-    )
+    groups, stages = counted(timeline.num_groups, "group"), counted(len(timeline.placement), "stage")
+    time = f"makespan {timeline.makespan:g}, bubble {timeline.bubble_fraction:.1%}"
+    return f"{timeline.name}: {groups}, {stages}, {counted(tasks, 'task')}, {time}"
 
 
 def to_text(timeline: Timeline, width: int = _WIDTH) -> str:
