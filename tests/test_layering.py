@@ -325,6 +325,21 @@ def test_the_number_of_names_that_orbax_does_not_document_does_not_grow():
     assert len(names) > MOST_ORBAX_NAMES - 5, "lower the bound"
 
 
+# Where the tests of a room are, if not in the folder of its name.
+ELSEWHERE = {
+    "mpmd/tracing": "compat", "mpmd/job": "multiprocess",
+    "mpmd/observe": "multiprocess", "reshard/conversion": "convert", "reshard/edits": "safetensors",
+    "reshard/moving": "reshard", "reshard/storage": "convert", "reshard/streams": "reshard",
+}  # fmt: skip
+
+
+def test_a_room_has_a_folder_of_tests():
+    rooms = [room for room in ROOMS if not room.startswith("scheduler/")]
+    folders = {room: ROOT / "tests" / ELSEWHERE.get(room, room.partition("/")[2]) for room in rooms}
+    assert {*ELSEWHERE} <= {*rooms}
+    assert [room for room, folder in folders.items() if not list(folder.glob("test_*.py"))] == []
+
+
 def test_a_file_of_tests_has_a_name_of_its_own():
     count = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))  # pytest imports them by it
     assert [name for name, times in count.items() if times > 1] == []

@@ -91,8 +91,8 @@ def explain(
     here = counted(compiler.num_programs + compiler.num_loaded, "program")
     lines.append(
         f"{in_use} executables of all groups; {here} on devices of this process: {compiler.num_compiled} compiled,"
-        f" {stored}{compiler.num_loaded} copies of these loaded on other devices (equal executables share programs, a long"
-        " one may run as several);"
+        f" {stored}{compiler.num_loaded} copies of these loaded on other devices (equal executables share programs, a"
+        " long one may run as several);"
         f" {counted(traffic.num_calls, 'call')} and {counted(traffic.num_moves, 'transfer')}"
         f" ({in_bytes(traffic.bytes_moved)}) a step;"
         f" {cost_per_step(programs, program, shares)[0] / 1e9:.3g} GFLOP a step; transfers {traffic.transport}"

@@ -20,7 +20,7 @@ import mpmd.jaxpp.experimental
 import reshard
 import scheduler
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TESTED_HERE = (
     "compatibility",
     "compilation",
@@ -35,9 +35,9 @@ TESTED_HERE = (
 )
 TESTED_ELSEWHERE = {
     "checkpoints": "checkpoint/test_docs.py", "huggingface": "safetensors/test_huggingface_page.py",
-    "mistakes": "test_mistakes_page.py", "multihost": "launcher/test_multihost_page.py",
-    "profiling": "test_profile.py", "reshard": "reshard/test_reshard_page.py",
-    "resilience": "test_resilient.py", "streams": "reshard/test_stream.py",
+    "mistakes": "pages/test_mistakes_page.py", "multihost": "launcher/test_multihost_page.py",
+    "profiling": "report/test_profile.py", "reshard": "reshard/test_reshard_page.py",
+    "resilience": "resilience/test_resilient.py", "streams": "reshard/test_stream.py",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import scheduler
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 

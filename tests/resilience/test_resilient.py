@@ -40,7 +40,7 @@ from mpmd.resilience.ranks import OnlyRank
 from mpmd.resilience.versions import Stored
 from reshard.checkpoint import meeting
 
-PAGE = Path(__file__).parents[1] / "docs" / "resilience.md"
+PAGE = Path(__file__).parents[2] / "docs" / "resilience.md"
 KEEPER = Path(loop.__file__).with_name("keeper.py")
 A, B, C = (Address(host, 1, host) for host in "abc")
 

@@ -1,6 +1,6 @@
 """The architecture page is true: rooms as the layering test holds them, files and tests that exist, every file listed.
 
-    MPMD_UPDATE_GOLDEN=1 python -m pytest tests/test_architecture_page.py
+    MPMD_UPDATE_GOLDEN=1 python -m pytest tests/pages/test_architecture_page.py
 
 writes the list of files anew, from the first line of each file's docstring.
 """

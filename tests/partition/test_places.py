@@ -21,7 +21,7 @@ from test_partition import F32, Cut, D, M, R, V, array, dense, equal_batch, f32,
 import mpmd
 import scheduler
 
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "places"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "places"
 
 
 def cut(name) -> Cut:

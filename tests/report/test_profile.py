@@ -244,7 +244,7 @@ def test_a_report_without_a_measurement_says_how_to_get_one(tmp_path):
 def test_the_page_on_profiles_runs_as_printed(made, tmp_path, monkeypatch, capsys):
     compiled, (state, batch), _ = made
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parent.parent / "docs" / "profiling.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text()
     (code,) = re.findall(r"<!-- profiling: python -->\n+```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     step = SimpleNamespace(lower=lambda *args: SimpleNamespace(compile=lambda: compiled))
     exec(code, {"step": step, "state": state, "batch": batch})

@@ -1,6 +1,6 @@
 """docs/mistakes.md: each mistake is made as printed, and gives the message that is printed, whole.
 
-`MPMD_UPDATE_GOLDEN=1 python -m pytest tests/test_mistakes_page.py` writes the messages into the page.
+`MPMD_UPDATE_GOLDEN=1 python -m pytest tests/pages/test_mistakes_page.py` writes the messages into the page.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "mistakes.md"
 PACKAGES = tuple(f"{ROOT / name}{os.sep}" for name in ("mpmd", "reshard", "scheduler"))
 

@@ -3,7 +3,7 @@
 Each small program below is of one kind. Its printed partition is compared with `tests/golden/partition/NAME.txt`,
 and what must hold of it is asserted in code, whatever the print says. After a change of the partition that is meant,
 
-    MPMD_UPDATE_GOLDEN=1 pytest tests/test_partition.py
+    MPMD_UPDATE_GOLDEN=1 pytest tests/partition/test_partition.py
 
 writes the files anew; read their diff. Nothing here is compiled: all arguments are abstract.
 """
@@ -26,7 +26,7 @@ import mpmd
 import scheduler
 
 UPDATE = bool(os.environ.get("MPMD_UPDATE_GOLDEN"))
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "partition"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "partition"
 IS_JAX_0_10 = jax.__version_info__ < (0, 11)
 
 M, R = 4, 3  # microbatches, rows of one
