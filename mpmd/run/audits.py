@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays.layouts import memory_kind
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.executable import Executable, on_mesh
 from mpmd.compile.step import StepPrograms
@@ -282,6 +283,8 @@ class AuditedAdaptiveExecutor(AuditedExecutor, AdaptiveExecutor):
 class _Results:
     """What a call has returned, and the digests that devices make of it at once, to compare it with later.
 
+    What lies in the memory of the host is left out: it may not fit into that of the device.
+
     Args:
       what: for people: one of them.
       results: per result, `{group: array}`.
@@ -289,7 +292,7 @@ class _Results:
 
     def __init__(self, what: str, results: Sequence[Mapping[int, jax.Array]], mesh: MpmdMesh, job: Any):
         self._what, self._mesh, self._job = what, mesh, job
-        arrays = [(group, x) for of_result in results for group, x in of_result.items()]
+        arrays = [(g, x) for of_result in results for g, x in of_result.items() if memory_kind(x.sharding) is None]
         self._arrays = [(group, weakref.ref(x)) for group, x in arrays]  # the user may delete them
         self._first = self._digests(dict(enumerate(arrays)))
 

@@ -37,6 +37,7 @@ def _digest(x: jax.Array) -> jax.Array:
 def _words_of(x: jax.Array) -> jax.Array:
     """The bits of an array, as words of 32 bits."""
     x = keys.to_data(x) if keys.is_key(x.dtype) else x
+    x = jax.device_put(x, jax.memory.Space.Device)  # what lies in the memory of the host cannot be computed with
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     if x.dtype == jnp.bool_ or _is_small(x.dtype):

@@ -112,6 +112,30 @@ def test_an_audited_step_computes_the_same_bits_and_raises_no_alarm(schedule, nu
     assert len(put_down) >= 7
 
 
+def test_what_lies_in_the_memory_of_the_host_is_audited_too():
+    """Where a program reads it: momenta that are fetched and put back in each step."""
+
+    def step(state, xs):
+        params, momenta = state
+        on_device, on_host = (
+            lambda x, to=to: jax.device_put(x, to) for to in (jax.memory.Space.Device, jax.memory.Space.Host)
+        )
+        grads = mpmd.treduce(lambda x: jax.grad(loss_of)(params, x), xs, schedule="1f1b", operation=mpmd.Mean)
+        momenta = jax.tree.map(lambda m, g: on_host(on_device(m) * 0.9 + g), momenta, grads)
+        return jax.tree.map(lambda p, m: p - 0.1 * on_device(m), params, momenta), momenta
+
+    results = []
+    for every in (0, 1):
+        audited = mpmd.jit(step, mpmd_mesh=mesh_of(), audit_every=every)
+        state = params_of(), [np.zeros_like(w) for w in params_of()]
+        for i in range(10):
+            state = audited(state, batch(i)[:1])
+        audits.settle()
+        results.append([np.asarray(mpmd.device_get(x)).tobytes() for x in jax.tree.leaves(state)])
+    assert results[0] == results[1]
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state[1])} == {"pinned_host"}
+
+
 @pytest.mark.exhaustive
 def test_ten_thousand_audits_without_a_fault_raise_no_alarm():
     step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh_of(), donate_argnums=0, audit_every=1)
