@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
@@ -106,7 +106,7 @@ class ValueRoute:
         """The piece of a shard, in device memory."""
         held = self.share.sources[piece.source]
         if shard.sharding.memory_kind not in (None, piece.source.default_memory().kind):
-            shard = jax.device_put(shard, piece.source)
+            shard = jax.device_put(shard, SingleDeviceSharding(piece.source))
         if held == piece.box:
             return shard
         return _cut(shard, piece.box.relative_to(held).start, piece.box.shape)

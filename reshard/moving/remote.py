@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from mpmd.arrays.boxes import Box
 from mpmd.arrays.mesh import Device
@@ -112,7 +113,7 @@ def _part(source: Shard, box: Box, device: Device) -> tuple[jax.Array, int]:
         data = aligned_empty(box.shape, source.dtype)
         data[...] = np.asarray(source)[box.slices]
         return jax.device_put(data, device, may_alias=True), nbytes
-    return jax.device_put(cut(source, box), device), nbytes
+    return jax.device_put(cut(source, box), SingleDeviceSharding(device)), nbytes
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:

@@ -16,8 +16,8 @@ import mpmd
 VALUE = np.arange(8, dtype=np.float32).reshape(4, 2)
 
 
-def put(mesh, ids, spec, split=None):
-    sharding = mpmd.MpmdSharding(mesh, ids, spec, split=split)
+def put(mesh, ids, spec, split=None, memory_kind=None):
+    sharding = mpmd.MpmdSharding(mesh, ids, spec, split=split, memory_kind=memory_kind)
     arrays = [
         jax.device_put(VALUE[part.offset[0] :][: part.shape[0]], sharding.group_sharding(part.group))
         for part in sorted(sharding.local_parts(VALUE.shape), key=lambda part: -part.group)
@@ -69,6 +69,13 @@ def main():
 
     alike += [said(put(mesh, ids, P("stage"))) for ids in (range(4), {1, 2}, {2, 3})]
     check_split(put(mesh, {0, 3}, P(), split={3: ((0, 1), (3, 4)), 0: ((1, 3),)}))
+
+    for spec in (P(), P("data")):  # in the memory of the host: of the first process, read by all, and sent by a step
+        on_host = put(mesh, {0}, spec, memory_kind="pinned_host")
+        np.testing.assert_array_equal(mpmd.device_get(on_host), VALUE)
+        layouts = {"in_shardings": (on_host.mpmd_sharding,), "out_shardings": mpmd.MpmdSharding(mesh, 3, P("data"))}
+        add = lambda x: jax.device_put(x, jax.memory.Space.Device) + 1  # noqa: E731
+        np.testing.assert_array_equal(mpmd.device_get(mpmd.jit(add, mpmd_mesh=mesh, **layouts)(on_host)), VALUE + 1)
 
     # A loss that both processes have: each reads and computes with its own, without the other.
     loss = mpmd.jit(lambda x: jnp.sum(x), mpmd_mesh=mesh)(VALUE)
