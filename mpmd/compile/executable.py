@@ -143,11 +143,23 @@ class DistinctProgram:
             jitted = jax.jit(
                 program,
                 out_shardings=list(placed.out_shardings),
-                donate_argnums=placed.donate,
+                donate_argnums=self._usable(placed),
                 keep_unused=True,
                 compiler_options=placed.options,
             )
             return jitted.lower(*args)
+
+    def _usable(self, placed: compat.XlaProgram) -> list[int]:
+        """The arguments whose memory results take over.
+
+        Where XLA chooses one of the layouts, JAX forgets which values are in the memory of the host (`_set_up_aliases`
+        in its mlir.py). It would give such a result an argument of its type that is on the device: XLA ends with an
+        error, or the process ends.
+        """
+        avals = [v.aval for v in (*self.jaxpr.invars, *self.jaxpr.outvars)]
+        forgets = None in (*placed.in_shardings, *placed.out_shardings)
+        on_host = {(aval.shape, aval.dtype) for aval in avals if forgets and compat.memory_kind(aval)}
+        return [i for i in placed.donate if not on_host or (avals[i].shape, avals[i].dtype) not in on_host]
 
     def start(self, mesh: Mesh) -> None:
         """Begins to compile it, or to load it, in a thread, unless that has begun."""

@@ -262,8 +262,8 @@ class _Layouts:
         if isinstance(v, compat.Literal):
             return NamedSharding(mesh, PartitionSpec())
         layout = self._wanted.get(v) or self.found.get(self.one(v))
-        if layout is None and v in self._donors:
-            layout = self.found.get(self.one(self._donors[v]))
+        if layout is None and v in self._donors and (of_donor := self.found.get(self.one(self._donors[v]))):
+            layout = of_donor[0], compat.memory_kind(v.aval) or of_donor[1]
         return None if layout is None else fit(layout, mesh, v.aval.shape)
 
     def record(self, atoms: Iterable[Any], shardings: Iterable[NamedSharding]) -> None:

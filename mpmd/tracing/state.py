@@ -1,18 +1,23 @@
 """Finds which arguments of a step are state: a result takes the place of each of them."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from mpmd import _jax_compat as compat
 from mpmd.tracing.trace import Trace
 
 
 def match_state(trace: Trace) -> tuple[int | None, ...]:
     """For each flat result, the flat argument whose position it takes, found by equal subtrees.
 
-    The largest parts are matched first: a whole state, then what is left of it.
+    The largest parts are matched first: a whole state, then what is left of it. Of parts of one size, those that lie in
+    the same memory come first.
     """
-    in_types, out_types = ([(v.aval.shape, v.aval.dtype) for v in vs] for vs in (trace.arguments, trace.jaxpr.outvars))
+    ins, outs = ([v.aval for v in vs] for vs in (trace.arguments, trace.jaxpr.outvars))
+    in_types, out_types = ([(aval.shape, aval.dtype) for aval in avals] for avals in (ins, outs))
+    in_kinds, out_kinds = ([compat.memory_kind(aval) for aval in avals] for avals in (ins, outs))
     taken: set[int] = set()
     donors: list[int | None] = [None] * len(out_types)
     sources: dict[Hashable, list[range]] = defaultdict(list)
@@ -20,13 +25,16 @@ def match_state(trace: Trace) -> tuple[int | None, ...]:
         for sub in argument.subtrees(2):
             if not sub.is_leaf or sub is argument or not argument.is_container:
                 sources[sub.key(in_types)].append(sub.leaves)
-    for sub in sorted(_Subtree(trace.out_tree, 0).subtrees(4), key=lambda t: -len(t.leaves)):
+    subtrees = sorted(_Subtree(trace.out_tree, 0).subtrees(4), key=lambda t: -len(t.leaves))
+    by_size = (list(subs) for _, subs in itertools.groupby(subtrees, key=lambda t: len(t.leaves)))
+    for sub, alike in ((sub, alike) for subs in by_size for alike in (True, False) for sub in subs):
         if not sub.leaves or any(donors[j] is not None for j in sub.leaves):
             continue
         if sub.is_leaf and not out_types[sub.start][0] and len(out_types) > 1:
             continue  # a scalar loss is not a scalar argument
         for candidate in sources.get(sub.key(out_types), ()):
-            if taken.isdisjoint(candidate):
+            same = [in_kinds[i] for i in candidate] == [out_kinds[j] for j in sub.leaves]
+            if taken.isdisjoint(candidate) and (same or not alike):
                 taken.update(candidate)
                 donors[sub.start : sub.leaves.stop] = candidate
                 break

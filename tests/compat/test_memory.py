@@ -127,6 +127,46 @@ def test_optimizer_state_is_kept_in_host_memory_from_step_to_step(schedule, axis
             assert leaf.first_mpmd_replica.sharding.memory_kind == "pinned_host"
 
 
+def _momentum(params, momenta, xs):
+    """One step; the momenta go back to the memory of the host."""
+
+    def loss(p, x):
+        return jnp.mean((mpmd.mark_stage_end(jnp.tanh(x @ p)) @ p.T - x) ** 2)
+
+    grads = mpmd.treduce(lambda x: jax.grad(loss)(params, x), xs, schedule="1f1b")
+    momenta = jax.device_put(momenta, jax.memory.Space.Device) * 0.9 + grads
+    return params - 0.1 * momenta, jax.device_put(momenta, jax.memory.Space.Host)
+
+
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+def test_what_a_step_puts_into_host_memory_is_there_wherever_it_stands(num_devices, axis_type):
+    """Momenta that begin on the device, before or after the parameters, of which they have the type; donated or not."""
+    devices = jax.devices()[: 2 * num_devices]
+    axes = jax.make_mesh((2, num_devices), ("stage", "data"), (axis_type,) * 2, devices=devices)
+    mesh = mpmd.MpmdMesh(axes, "stage")
+    orders = [
+        (_momentum, lambda params, momenta: (params, momenta)),
+        (lambda m, p, xs: _momentum(p, m, xs), lambda params, momenta: (momenta, params)),
+        (lambda m, p, xs: _momentum(p, m, xs)[::-1], None),
+    ]
+    params, xs = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32), np.ones((4, 4, 8), np.float32)
+    for step, order in orders:
+        found = []
+        for jit, options in ((jax.jit, {}), (mpmd.jit, {"mpmd_mesh": mesh, "donate_argnums": (0, 1)})):
+            compiled, state, kinds = jit(step, **options), None, []
+            for _ in range(2):
+                given = state or (order or (lambda p, m: (m, p)))(params, np.zeros_like(params))
+                results = compiled(*given, xs)
+                kinds.append([x.sharding.memory_kind for x in results])
+                state = order(*results) if order else results
+            found.append((kinds, [np.asarray(mpmd.device_get(x)) for x in results]))
+        (wanted, expected), (kinds, values) = found
+        assert kinds == wanted
+        for value, one in zip(values, expected, strict=True):
+            np.testing.assert_allclose(value, one, rtol=1e-5, atol=1e-6)
+
+
 def test_an_argument_says_its_memory_and_leaves_its_group_open():
     """A type whose spec divides nothing; and nobody says that donated memory is of no use."""
     mesh = mpmd.MpmdMesh(make_mesh(2, AxisType.Auto, ("data",)), "stage")
