@@ -167,6 +167,31 @@ def test_what_a_step_puts_into_host_memory_is_there_wherever_it_stands(num_devic
             np.testing.assert_allclose(value, one, rtol=1e-5, atol=1e-6)
 
 
+def test_a_sum_on_the_device_does_not_give_its_memory_to_what_goes_to_the_host():
+    """Where XLA chooses the layout of one of the results, and the momenta have the type of the sums."""
+    mesh = mpmd.MpmdMesh(make_mesh(2, AxisType.Auto, ("data",)), "stage")
+
+    def loss(p, x):
+        hidden = mpmd.mark_stage_end(jnp.tanh(x @ p["both"] @ p["w"][0]))
+        return jnp.mean((jnp.tanh(hidden @ p["w"][1]) @ p["both"].T - x) ** 2)
+
+    def step(state, xs):
+        params, momenta = state
+        grads = mpmd.treduce(
+            lambda x: jax.grad(loss)(params, x), xs, schedule="1f1b", operation=mpmd.Mean, weights=lambda x: x.shape[0]
+        )
+        momenta = jax.tree.map(lambda m, g: jax.device_put(m, jax.memory.Space.Device) * 0.9 + g, momenta, grads)
+        params = jax.tree.map(lambda p, m: p - 0.1 * m, params, momenta)
+        return params, jax.tree.map(lambda m: jax.device_put(m, jax.memory.Space.Host), momenta)
+
+    random = np.random.default_rng(0)
+    params = {"both": random.normal(size=(8, 8)).astype(np.float32), "w": np.ones((2, 8, 8), np.float32) / 8}
+    xs = [np.ones((rows, 8), np.float32) for rows in (2, 4, 2)]
+    state = params, jax.tree.map(np.zeros_like, params)
+    found, expected = mpmd.jit(step, mpmd_mesh=mesh)(state, xs), jax.jit(step)(state, xs)
+    assert_same(host(found), host(expected), 1e-5)
+
+
 def test_an_argument_says_its_memory_and_leaves_its_group_open():
     """A type whose spec divides nothing; and nobody says that donated memory is of no use."""
     mesh = mpmd.MpmdMesh(make_mesh(2, AxisType.Auto, ("data",)), "stage")
