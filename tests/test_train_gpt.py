@@ -140,7 +140,7 @@ def test_the_script_trains_and_agrees_with_plain_jit(tmp_path):
     assert plot.read_text().rstrip().endswith("</svg>")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_script_trains_interleaved_on_groups_of_two_devices_with_dropout_and_text_of_its_own(tmp_path):
     text = tmp_path / "book.txt"
     text.write_text("All happy families are alike; each unhappy family is unhappy in its own way. " * 20)

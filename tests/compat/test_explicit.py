@@ -73,10 +73,8 @@ def test_layers_that_say_shardings_train_as_under_jit(schedule, axes):
     _check_layers(_QUICK, schedule, axes)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "axes"),
-    [pytest.param(*_RUNS[0], marks=pytest.mark.exhaustive), pytest.param(*_RUNS[1], marks=pytest.mark.slow)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("schedule", "axes"), _RUNS)
 def test_all_layers_that_say_shardings_train_as_under_jit(schedule, axes):
     _check_layers(tuple(LAYERS), schedule, axes)
 

@@ -86,7 +86,7 @@ def _home(path):
     return 0 if "embedder" in path else NUM_STAGES - 1 if re.search("pooler|head", path) else None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_bert_of_equinox_modules_is_trained_as_under_plain_jax():
     params, static = eqx.partition(eqx.filter_jit(Classifier)(jax.random.key(0)), eqx.is_inexact_array)
     optimizer = optax.adamw(1e-2, eps=1e-4, mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree))

@@ -118,7 +118,7 @@ def test_names_of_logical_axes_mean_nothing_where_no_mesh_is_set():
     train_both(step, state, batches, stage_mesh(4), home=_home(4, tied=True), rtol=1e-4, shared=shared)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_partitioned_kernels_are_sharded_inside_of_their_stages():
     """As lm1b does it: `nn.get_partition_spec`, `nn.logical_to_mesh_sharding`, and the rules around the step."""
     mesh = stage_mesh(2, AxisType.Auto, data=2, model=2)

@@ -276,7 +276,7 @@ def _on_one_device(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_have_the_losses_of_one_and_go_on_in_one(tmp_path):
     def losses(processes: int, devices: int, options: str) -> dict[int, str]:
         done = subprocess.run(

@@ -184,7 +184,7 @@ def test_an_equinox_resnet_with_a_state_in_float64(axes):
         train_both(step, state, batches, stage_mesh(NUM_STAGES, axes), home=_home, rtol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_nnx_resnet_with_an_optimizer_and_metrics():
     """The model, `nnx.Optimizer` and `nnx.MultiMetric` are split and merged, as in NNX's functional training loops."""
 

@@ -363,7 +363,7 @@ def test_a_spare_takes_the_place_of_a_process_that_becomes_slow_and_no_finished_
     assert last >= 28 and [done.count(step) for step in (last, last + 1)] == [3, 3], job.out
 
 
-@pytest.mark.parametrize("spares, what", slow_first((1, "flip"), (0, "rest"), (1, "rest"), (0, "flip"), num_slow=2))
+@pytest.mark.parametrize("spares, what", slow_first((1, "flip"), (0, "rest"), (1, "rest"), (0, "flip")))
 def test_what_a_device_computes_or_holds_wrong_is_found_and_does_not_count(environment, unbroken, spares, what):
     """The ninth call audits a program of rank 2, whose device begins to compute wrong in that call, or loses a bit."""
     faults = [{"attempt": 0, "rank": 2, "step": 8, "what": what}]
@@ -584,7 +584,7 @@ def test_the_job_goes_on_without_a_host_whose_cable_is_cut(environment, unbroken
         hosts.cable("up")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_hosts
 def test_a_spare_stands_in_for_a_host_whose_cable_is_cut(environment, unbroken, hosts):
     """That of rank 0 and of the coordination service: all start over, as many as before, with the same groups."""
@@ -636,7 +636,7 @@ def test_under_slurm_spares_and_restarts_go_on_from_memory(environment, unbroken
     assert said(job)[-1] in [f"goes on after step {step}, from memory" for step in (4, 5, 6)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_nodes
 def test_under_slurm_the_job_goes_on_without_a_node_whose_cable_is_cut(environment, unbroken, hosts, nodes):
     """Slurm does not know yet that it is lost."""
