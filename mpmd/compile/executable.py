@@ -159,7 +159,7 @@ class DistinctProgram:
         avals = [v.aval for v in (*self.jaxpr.invars, *self.jaxpr.outvars)]
         forgets = None in (*placed.in_shardings, *placed.out_shardings)
         on_host = {(aval.shape, aval.dtype) for aval in avals if forgets and compat.memory_kind(aval)}
-        return [i for i in placed.donate if not on_host or (avals[i].shape, avals[i].dtype) not in on_host]
+        return [i for i in placed.donate if (avals[i].shape, avals[i].dtype) not in on_host]
 
     def start(self, mesh: Mesh) -> None:
         """Begins to compile it, or to load it, in a thread, unless that has begun."""

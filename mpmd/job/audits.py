@@ -120,7 +120,10 @@ class _Comparisons:
         while True:
             audit, error = self._due.get(), None
             try:
-                self._look(audit) if isinstance(audit, Look) else self._compare(audit)
+                if isinstance(audit, Look):
+                    self._look(audit)
+                else:
+                    self._compare(audit)
             except (jax.errors.JaxRuntimeError, HangError):
                 pass  # the step has failed, or a rank was lost: whoever goes on with it hears of that
             except Exception as e:

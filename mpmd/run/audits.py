@@ -8,7 +8,6 @@ them later. So it does with digests of what the call has returned, which may cha
 import dataclasses
 import functools
 import random
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays.layouts import memory_kind
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.executable import Executable, on_mesh
 from mpmd.compile.step import StepPrograms
@@ -30,6 +28,7 @@ from mpmd.run.bindings import Bindings, HostCall, values_of_instruction, variabl
 from mpmd.run.bucket_executor import BucketExecutor
 from mpmd.run.digests import copies_with_digests, digests
 from mpmd.run.executor import Executor, Instruction
+from mpmd.run.results_at_rest import ResultsAtRest
 from scheduler import Call, Program, Run, Value
 from scheduler.base.bounded import BoundedDict
 from scheduler.programs import audits as plans
@@ -49,7 +48,7 @@ class AuditSampling:
 
     def __init__(self, every: int):
         self.every, self.count = every, 0
-        self.results: _Results | None = None
+        self.results: ResultsAtRest | None = None
         self._epoch: int | None = None
 
     def begin(self, epoch: int) -> None:
@@ -194,7 +193,7 @@ class AuditedExecutor(Executor):
             audits.put_down(audit)
         what = f"a result of call {self._sampling.count} of {self._programs.name}"
         with joining.compiling():
-            self._sampling.results = _Results(what, results, self._programs.mesh, self.job)
+            self._sampling.results = ResultsAtRest(what, results, self.job)
         audits.watch(self._sampling.results)
         return results
 
@@ -278,56 +277,6 @@ class AuditedAdaptiveExecutor(AuditedExecutor, AdaptiveExecutor):
     @property
     def _is_in_order(self) -> bool:
         return self._is_audited or super()._is_in_order
-
-
-class _Results:
-    """What a call has returned, and the digests that devices make of it at once, to compare it with later.
-
-    What lies in the memory of the host is left out: it may not fit into that of the device.
-
-    Args:
-      what: for people: one of them.
-      results: per result, `{group: array}`.
-    """
-
-    def __init__(self, what: str, results: Sequence[Mapping[int, jax.Array]], mesh: MpmdMesh, job: Any):
-        self._what, self._mesh, self._job = what, mesh, job
-        arrays = [(g, x) for of_result in results for g, x in of_result.items() if memory_kind(x.sharding) is None]
-        self._arrays = [(group, weakref.ref(x)) for group, x in arrays]  # the user may delete them
-        self._first = self._digests(dict(enumerate(arrays)))
-
-    def look(self) -> audits.Look | None:
-        """Has devices make the digests of those results anew that are still there."""
-        there = {
-            k: (group, x)
-            for k, (group, ref) in enumerate(self._arrays)
-            if (x := ref()) is not None and not x.is_deleted()
-        }
-        try:
-            now = self._digests(there)
-        except RuntimeError:  # deleted by another thread, or what made it has failed: whoever needs it hears of that
-            return None
-        return audits.Look(self._what, functools.partial(self._changed, now), self._job) if now else None
-
-    def _digests(self, arrays: Mapping[int, tuple[int, jax.Array]]) -> dict[tuple[int, Any], tuple[list[int], Any]]:
-        """Per group and device: which of the arrays it has, and their digests."""
-        found: dict[tuple[int, Any], dict[int, jax.Array]] = {}
-        for k, (group, x) in arrays.items():
-            for device, block in compat.shards(x).items():
-                found.setdefault((group, device), {})[k] = block
-        return {place: ([*blocks], digests(*blocks.values())) for place, blocks in found.items()}
-
-    def _changed(self, now: Mapping[tuple[int, Any], tuple[list[int], Any]]) -> list[str]:
-        changed: dict[int, list[str]] = {}
-        for place, (numbers, found) in now.items():
-            all_numbers, first = self._first[place]
-            before = dict(zip(all_numbers, np.asarray(first).tolist(), strict=True))
-            if [before[k] for k in numbers] != np.asarray(found).tolist():
-                group, device = place
-                changed.setdefault(group, []).append(f"rank {device.process_index}: {device}")
-        if changed:
-            self._arrays = []  # it is said once
-        return [f"group {group} ({', '.join(names)})" for group, names in changed.items()]
 
 
 def _can_run_twice(programs: StepPrograms, instruction: Run | Call) -> bool:

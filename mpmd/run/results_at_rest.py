@@ -1,0 +1,66 @@
+"""What an audited call has returned: its bits are to stay as they are while it lies in the memory of devices."""
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.layouts import memory_kind
+from mpmd.job import audits
+from mpmd.job.job import Job
+from mpmd.run.digests import digests
+
+
+class ResultsAtRest:
+    """What a call has returned, and the digests that devices make of it at once, to compare it with later.
+
+    What lies in the memory of the host is left out: it may not fit into that of the device.
+
+    Args:
+      what: for people: one of them.
+      results: per result, `{group: array}`.
+      job: None where all groups are this process's.
+    """
+
+    def __init__(self, what: str, results: Sequence[Mapping[int, jax.Array]], job: Job | None):
+        self._what, self._job = what, job
+        arrays = [(g, x) for of_result in results for g, x in of_result.items() if memory_kind(x.sharding) is None]
+        self._arrays = [(group, weakref.ref(x)) for group, x in arrays]  # the user may delete them
+        self._first = self._digests(dict(enumerate(arrays)))
+
+    def look(self) -> audits.Look | None:
+        """Has devices make the digests of those results anew that are still there."""
+        there = {
+            k: (group, x)
+            for k, (group, ref) in enumerate(self._arrays)
+            if (x := ref()) is not None and not x.is_deleted()
+        }
+        try:
+            now = self._digests(there)
+        except RuntimeError:  # deleted by another thread, or what made it has failed: whoever needs it hears of that
+            return None
+        return audits.Look(self._what, functools.partial(self._changed, now), self._job) if now else None
+
+    def _digests(self, arrays: Mapping[int, tuple[int, jax.Array]]) -> dict[tuple[int, Any], tuple[list[int], Any]]:
+        """Per group and device: which of the arrays it has, and their digests."""
+        found: dict[tuple[int, Any], dict[int, jax.Array]] = {}
+        for k, (group, x) in arrays.items():
+            for device, block in compat.shards(x).items():
+                found.setdefault((group, device), {})[k] = block
+        return {place: ([*blocks], digests(*blocks.values())) for place, blocks in found.items()}
+
+    def _changed(self, now: Mapping[tuple[int, Any], tuple[list[int], Any]]) -> list[str]:
+        changed: dict[int, list[str]] = {}
+        for place, (numbers, found) in now.items():
+            all_numbers, first = self._first[place]
+            before = dict(zip(all_numbers, np.asarray(first).tolist(), strict=True))
+            if [before[k] for k in numbers] != np.asarray(found).tolist():
+                group, device = place
+                changed.setdefault(group, []).append(f"rank {device.process_index}: {device}")
+        if changed:
+            self._arrays = []  # it is said once
+        return [f"group {group} ({', '.join(names)})" for group, names in changed.items()]
