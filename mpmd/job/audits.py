@@ -84,8 +84,8 @@ class Look(NamedTuple):
 class Lying(Protocol):
     """Arrays that lie in the memory of devices."""
 
-    def look(self) -> Look | None:
-        """Has devices look at those that are still there. Called by any thread."""
+    def look(self, *, is_last: bool = False) -> Look | None:
+        """Has devices look at those that are still there; for the last time. Called by any thread."""
 
 
 class _Comparisons:
@@ -170,6 +170,7 @@ class _Comparisons:
 
 _comparisons = _Comparisons()
 _lying: weakref.WeakSet[Lying] = weakref.WeakSet()
+_adding = threading.Lock()
 
 
 def put_down(audit: Audit) -> None:
@@ -179,12 +180,13 @@ def put_down(audit: Audit) -> None:
 
 def watch(arrays: Lying) -> None:
     """Has `settle` look at arrays, as long as the caller keeps `arrays`."""
-    _lying.add(arrays)
+    with _adding:
+        _lying.add(arrays)
 
 
-def look_at(arrays: Lying) -> None:
+def look_at(arrays: Lying, *, is_last: bool = False) -> None:
     """Has the bits of arrays compared with those that they had, beside what this process does next."""
-    if (look := arrays.look()) is not None:
+    if (look := arrays.look(is_last=is_last)) is not None:
         _comparisons.add(look)
 
 
@@ -203,7 +205,9 @@ def settle(but: int = 0, known: int | None = None) -> None:
       CorruptionError: a group computes other bits than others do. Where a spare can take its place, the process of that
         group ends instead.
     """
-    for arrays in () if but else list(_lying):
+    with _adding:
+        lying = () if but else list(_lying)
+    for arrays in lying:
         look_at(arrays)
     _comparisons.wait(but, known)
 

@@ -176,7 +176,7 @@ class AuditedExecutor(Executor):
             with joining.compiling():
                 found = self._audited()
         if self._sampling.results is not None:  # this call may take over their memory
-            audits.look_at(self._sampling.results)
+            audits.look_at(self._sampling.results, is_last=True)
             self._sampling.results = None
         if found is None:
             return super().__call__(arguments)

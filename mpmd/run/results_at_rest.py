@@ -1,6 +1,7 @@
 """What an audited call has returned: its bits are to stay as they are while it lies in the memory of devices."""
 
 import functools
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,21 +29,32 @@ class ResultsAtRest:
 
     def __init__(self, what: str, results: Sequence[Mapping[int, jax.Array]], job: Job | None):
         self._what, self._job = what, job
+        self._lock = threading.Lock()
         arrays = [(g, x) for of_result in results for g, x in of_result.items() if memory_kind(x.sharding) is None]
         self._arrays = [(group, weakref.ref(x)) for group, x in arrays]  # the user may delete them
         self._first = self._digests(dict(enumerate(arrays)))
 
-    def look(self) -> audits.Look | None:
-        """Has devices make the digests of those results anew that are still there."""
-        there = {
-            k: (group, x)
-            for k, (group, ref) in enumerate(self._arrays)
-            if (x := ref()) is not None and not x.is_deleted()
-        }
-        try:
-            now = self._digests(there)
-        except RuntimeError:  # deleted by another thread, or what made it has failed: whoever needs it hears of that
-            return None
+    def look(self, *, is_last: bool = False) -> audits.Look | None:
+        """Has devices make the digests of those results anew that are still there.
+
+        Args:
+          is_last: none is looked at after that, since a step may take over their memory.
+        """
+        with self._lock:  # what another thread has begun to look at is not donated before its programs are queued
+            there = {
+                k: (group, x)
+                for k, (group, ref) in enumerate(self._arrays)
+                if (x := ref()) is not None and not x.is_deleted()
+            }
+            if is_last:
+                self._arrays = []
+            try:
+                now = self._digests(there)
+            except (
+                RuntimeError,
+                ValueError,
+            ):  # deleted, or what made it has failed: who needs it hears of that
+                return None
         return audits.Look(self._what, functools.partial(self._changed, now), self._job) if now else None
 
     def _digests(self, arrays: Mapping[int, tuple[int, jax.Array]]) -> dict[tuple[int, Any], tuple[list[int], Any]]:
