@@ -22,6 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
+from mpmd.errors import RankLostError
 from mpmd.job import audits
 from mpmd.resilience import layout
 from mpmd.resilience.keeper import Version
@@ -30,8 +31,8 @@ from mpmd.resilience.layout import NUMBER, StateLayout
 from mpmd.resilience.ranks import Ranks
 
 _POLL_S = 0.005
-_BREAK_S = 0.5  # for a copy to end that need not be finished
 _CLOSING_S = 2.0  # for the last copy to end where the program ends with an error; it may wait for what never comes
+_BREAK_S = 0.5  # the same after a loss
 _PATIENCE_S = 0.2  # after which a wait for others is one that a report shows
 _SLICE_S = 0.5
 GONE = "gone"  # what a rank publishes that can keep nothing any more
@@ -95,21 +96,26 @@ class Copies:
         if not self._has_ended and self._step > self.whole:
             self._wait_for_others(self._step)
 
-    def close(self, *, at_once: bool = False) -> None:
-        """Ends the thread. What is kept stays where it is.
-
-        Args:
-          at_once: a copy that is on its way need not be finished.
-        """
-        self._is_closing = at_once
-        self._idle.wait(_BREAK_S if at_once else _CLOSING_S)
+    def close(self) -> None:
+        """Ends the thread. What is kept stays there; after a loss, a copy that is on its way need not be finished."""
+        is_lost, end = False, time.monotonic() + _CLOSING_S
+        while not self._idle.wait(_POLL_S) and time.monotonic() < end:
+            if not is_lost and (is_lost := self._has_lost()):
+                self._is_closing, end = True, time.monotonic() + _BREAK_S
         self._is_closing = True
-        for connection in list(self._keepers.values()) if at_once else ():
+        for connection in list(self._keepers.values()) if is_lost else ():
             connection.break_off()
         self._due.put(None)
         self._thread.join(_CLOSING_S)
         for connection in self._keepers.values() if not self._thread.is_alive() else ():
             connection.close()
+
+    def _has_lost(self) -> bool:
+        try:
+            self._ranks.check()
+        except RankLostError:
+            return True
+        return False
 
     def _wait_until_idle(self) -> None:
         if not self._idle.wait(_PATIENCE_S):

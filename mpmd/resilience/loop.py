@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd.errors import HangError, RankLostError
+from mpmd.errors import HangError
 from mpmd.job import audits, exits, joining
 from mpmd.job.job import Job
 from mpmd.job.verdict import Board
@@ -262,7 +262,7 @@ def _closing(keeping: Copies | None) -> Iterator[None]:
         yield
     finally:
         if keeping is not None:
-            keeping.close(at_once=isinstance(sys.exc_info()[1], RankLostError))
+            keeping.close()
 
 
 class _Meeting:

@@ -328,7 +328,7 @@ def test_a_version_that_can_become_whole_is_kept_also_when_a_rank_was_lost(keepe
     copies = Copies(Ranks(), {own: connection}, about, False, None)
     for step in range(2):
         copies.keep(step, jnp.arange(3.0) + step)
-    copies.close(at_once=True)
+    copies.close()
     assert [record["step"] for record in keeper.records()] == [0, 1]
 
 
