@@ -11,6 +11,7 @@ from mpmd.errors import CorruptionError, HangError, ReshardError, ScheduleError,
 from mpmd.job.joining import initialize
 from mpmd.ops.cross_group import cross_mpmd_all_reduce, cross_mpmd_stack, place
 from mpmd.ops.foreign import from_exported, from_stablehlo
+from mpmd.ops.lists import Reordered
 from mpmd.ops.reductions import Add, Concat, Max, Mean, Min, Operation
 from mpmd.ops.role import role
 from mpmd.ops.stage_end import mark_layer_end, mark_stage_end
@@ -37,6 +38,7 @@ __all__ = [
     "MpmdMesh",
     "MpmdSharding",
     "Operation",
+    "Reordered",
     "ReshardError",
     "ScheduleError",
     "StageError",

@@ -234,7 +234,7 @@ class Jitted:
             _, bucketing, _ = self._buckets_for(args, kwargs, xs)
             dynamic, named, fixed = self._without_static(args, kwargs)
             around = _around(dynamic, named, xs)
-            types = [leaf_type(x, ())[:2] if type(x) is not list else None for x in around[0]]
+            types = [None if isinstance(x, list) else leaf_type(x, ())[:2] for x in around[0]]
             dtypes = [[{t[1] for t in of_leaf} for of_leaf in zip(*x.types, strict=True)] for x in xs]
             act = functools.partial(self._for_call, fixed, [x.tree for x in xs], dtypes, (types, around[1]))
             for_call = functools.partial(self._finding_lists, act)
@@ -300,7 +300,7 @@ class Jitted:
     def _lists_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicrobatchList]:
         """The lists of microbatches among the arguments, as far as they are known."""
         found = ((path, lists.at((args, kwargs), path)) for path in self._lists)
-        return [MicrobatchList.of(path, x, self._explicit) for path, x in found if type(x) is list]
+        return [MicrobatchList.of(path, x, self._explicit) for path, x in found if type(x) in (list, lists.Reordered)]
 
     @functools.cached_property
     def _explicit(self) -> set[str]:
@@ -444,8 +444,9 @@ def _of_other_types(
         for m, found in enumerate(x.types):
             if strange := [n for n, (t, of_leaf) in enumerate(zip(found, known, strict=True)) if t[1] not in of_leaf]:
                 n = strange[0]
-                path = jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(x.given[m])[0][n][0])
+                path = jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(x.items[m])[0][n][0])
                 expected = " or ".join(sorted(map(str, known[n])))
+                m = m if x.permutation is None else x.permutation[m]
                 wrong.append((i, f"[{m}]{path}: got {type_text(*found[n][:2])}, expected {expected}"))
     return wrong
 

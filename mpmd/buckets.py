@@ -23,14 +23,14 @@ from mpmd.cutting.split_rows import SplitStep
 from mpmd.errors import StageError
 from mpmd.job import joining
 from mpmd.ops import lists
-from mpmd.ops.lists import CountsList, Microbatches, ReadsList
+from mpmd.ops.lists import CountsList, Microbatches, ReadsList, Reordered
 from mpmd.ops.reductions import check_alike
 from mpmd.ops.treduce import treduce_p
 from mpmd.partition.outline import Loop, Outline, Segment, with_microbatches
 from mpmd.report.gathered import facts_of
 from mpmd.report.profile import LoopFacts
 from mpmd.run.audits import AuditedBucketExecutor, AuditSampling
-from mpmd.run.bucket_executor import NUM_ORDERS, BucketExecutor, MicrobatchArray, Order
+from mpmd.run.bucket_executor import NUM_ORDERS, BucketExecutor, MicrobatchArray, Order, Permutations
 from mpmd.run.inputs import Inputs
 from mpmd.stages import Compiled, Lowered, Traced
 from mpmd.tracing.arguments import CallArguments, Hint, leaf_type
@@ -51,12 +51,17 @@ class MicrobatchList:
     """A list of microbatches, an argument of a call.
 
     Attributes:
-      leaves, types: of each microbatch.
+      given: the list itself.
+      permutation: which of its microbatches runs first, second, and so on; None if they run as they stand there.
+      items: the microbatches, in the order in which they run.
+      leaves, types: of each.
       tree: the structure of each.
     """
 
     path: lists.Path
     given: list
+    permutation: tuple[int, ...] | None
+    items: list
     leaves: list[list]
     tree: Any
     types: list[tuple]
@@ -68,9 +73,12 @@ class MicrobatchList:
         Args:
           explicit: the Explicit axes of the groups' meshes.
         """
-        found = list(lists.elements(given))
+        permutation = given.order if isinstance(given, Reordered) else None
+        items = given if permutation is None else [given[i] for i in permutation]
+        found = list(lists.elements(items))
         leaves = [xs for xs, _ in found]
-        return cls(path, given, leaves, found[0][1], [tuple(leaf_type(x, explicit) for x in xs) for xs in leaves])
+        types = [tuple(leaf_type(x, explicit) for x in xs) for xs in leaves]
+        return cls(path, given, permutation, items, leaves, found[0][1], types)
 
     @property
     def largest(self) -> Any:
@@ -116,7 +124,7 @@ class Bucketing:
         @functools.cache
         def shapes(path: lists.Path, cuts: Any) -> tuple[list[Traced], list[int]]:
             of = next(k for k, x in enumerate(xs) if x.path == path)
-            kinds = dict(zip(xs[of].types, xs[of].given, strict=True))
+            kinds = dict(zip(xs[of].types, xs[of].items, strict=True))
             steps = [self.traced([*largest[:of], one, *largest[of + 1 :]], None) for one in kinds.values()]
             if cuts is not None:
                 steps = [dataclasses.replace(t, _trace=with_given_cuts(t._trace, cuts)) for t in steps]
@@ -187,7 +195,7 @@ class Buckets:
             self._paths = [x.path for x in xs]
             self._numbers, self._examples = [{} for _ in xs], [x.largest for x in xs]
         new = [
-            {types: one for types, one in zip(x.types, x.given, strict=True) if types not in known}
+            {types: one for types, one in zip(x.types, x.items, strict=True) if types not in known}
             for known, x in zip(self._numbers, xs, strict=True)
         ]
         if not any(new):
@@ -244,7 +252,8 @@ class BucketedStep(Compiled):
         self._planned: BoundedDict[Counts, BucketExecutor] = BoundedDict(NUM_ORDERS)
         self._executors: BoundedDict[Counts, BucketExecutor] = BoundedDict(NUM_ORDERS)
         self._orders: BoundedDict[tuple[int, int], Orders] = BoundedDict(NUM_ORDERS)
-        self._views: BoundedDict[Order, tuple[list[MicrobatchArray], Inputs]] = BoundedDict(NUM_ORDERS)
+        self._views: BoundedDict[tuple[Order, Permutations], tuple[list[MicrobatchArray], Inputs]]
+        self._views = BoundedDict(NUM_ORDERS)
 
     def add(self, lowered: Lowered) -> int:
         """One bucket more; its number."""
@@ -274,11 +283,12 @@ class BucketedStep(Compiled):
 
     def _prepare(self, xs: Sequence[MicrobatchList], order: Order) -> None:
         """The next call has these lists."""
-        if order not in self._views:
-            self._views[order] = self._view(xs, order)
-        arrays, self._inputs = self._views[order]
+        permutations = tuple(x.permutation for x in xs)
+        if (key := (order, permutations)) not in self._views:
+            self._views[key] = self._view(xs, order)
+        arrays, self._inputs = self._views[key]
         self._bound = self._executor_for(tuple(len(x.given) for x in xs))
-        self._bound.take(order, arrays)
+        self._bound.take(order, permutations, arrays)
         self._order = order
         vars(self).pop("_loop_facts", None)
 
@@ -307,10 +317,9 @@ class BucketedStep(Compiled):
             places = [at[k, n] for n in range(x.tree.num_leaves)]
             for m, bucket in enumerate(buckets):
                 inputs = self._buckets[bucket][1]
+                own = f"[{m if x.permutation is None else x.permutation[m]}]"
                 arrays += [
-                    MicrobatchArray(
-                        argument[i], m, names[i].replace("[*]", f"[{m}]"), inputs.avals[i], inputs.shardings[i]
-                    )
+                    MicrobatchArray(argument[i], m, names[i].replace("[*]", own), inputs.avals[i], inputs.shardings[i])
                     for i in places
                 ]
         more = [(a.name, a.aval, a.sharding) for a in arrays]

@@ -529,3 +529,16 @@ def test_a_step_whose_tasks_depend_on_the_shape_is_told():
         return jnp.vdot(h + more, x["y"])
 
     assert "the step has other instructions for microbatches of some shapes" in fault(other, microbatches((2, 3)))
+
+
+@pytest.mark.parametrize(("weight", "output"), [("int8", "float32"), ("uint16", "float16"), ("float16", "bfloat16")])
+def test_weights_and_outputs_of_few_bits_do_not_overflow_their_sums(weight, output):
+    xs = [jnp.full((3,), i, output) for i in (1, 2)] * 3
+
+    def mean(xs):
+        many = np.array(100 if weight == "int8" else 40_000, weight)
+        return mpmd.treduce(lambda x: x, xs, None, operation=mpmd.Mean, weights=lambda x: many)
+
+    for found in (mean(xs), jax.jit(mean)(xs)):  # a sum in bfloat16 rounds
+        assert found.dtype == output
+        np.testing.assert_allclose(found.astype(np.float32), 1.5, rtol=1e-2)

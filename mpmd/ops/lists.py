@@ -6,6 +6,7 @@ the list itself (its length, an item) makes it part of the trace, as anything el
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -13,11 +14,55 @@ from typing import Any
 import jax
 
 from mpmd.errors import StageError
+from scheduler.base.texts import counted
 
 Path = tuple[Any, ...]  # JAX's keys, from `(args, kwargs)` to the list
 
 # What a step is traced with, `(args, kwargs)`; None outside of `mpmd.jit`.
 arguments: ContextVar[Any] = ContextVar("arguments", default=None)
+
+
+class Reordered(list):
+    """A list of microbatches for a pipelined loop, which run in another order than they are summed.
+
+    The step gives what it gives for the list as it stands, to the bit: `scheduler.order_microbatches` finds an order
+    in which it is shorter. What a microbatch adds before its turn is kept beside the sum, as large as this.
+    Under `jax.jit`, or without a schedule, the order says nothing.
+
+    Args:
+      xs: the microbatches, in the order in which they are summed.
+      order: which of them runs first, second, and so on.
+
+    Raises:
+      ValueError: `order` does not have each of them once.
+
+    Examples:
+      >>> import mpmd
+      >>> mpmd.Reordered(["a", "b", "c"], [2, 0, 1])
+      Reordered(['a', 'b', 'c'], (2, 0, 1))
+    """
+
+    def __init__(self, xs: Iterable[Any], order: Iterable[int]):
+        super().__init__(xs)
+        self.order = tuple(map(operator.index, order))
+        if sorted(self.order) != list(range(len(self))):
+            raise ValueError(
+                f"Reordered: order is {self.order}; it must have each number from 0 to {len(self) - 1} once, of"
+                f" {counted(len(self), 'microbatch')}."
+            )
+
+    def __repr__(self):
+        return f"Reordered({super().__repr__()}, {self.order})"
+
+
+def _keys_of_list(xs: list) -> tuple[list, None]:
+    return [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(xs)], None
+
+
+# A plain list where JAX takes it apart: the order belongs to a call.
+jax.tree_util.register_pytree_with_keys(
+    Reordered, _keys_of_list, lambda _, children: list(children), lambda xs: (xs, None)
+)
 
 
 class TakesList(BaseException):

@@ -27,6 +27,7 @@ class Means:
         self._fun, self._operation, self._weights, self._number = fun, operation, weights, number
         self.operations: list[Operation] = []
         self._is_mean: list[bool] = []
+        self._dtypes: list[Any] = []
         self._tree: Any = None
 
     def sums(self, x: Any) -> list:
@@ -44,8 +45,9 @@ class Means:
             )
         weight = self._weight_of(x)
         self.operations.append(Add())
-        pairs = zip(outs, self._is_mean, strict=True)
-        return [*(_scaled(self._to_sum(out), weight) if mean else out for out, mean in pairs), weight]
+        outs = [self._to_sum(out) if mean else out for out, mean in zip(outs, self._is_mean, strict=True)]
+        self._dtypes = [out.dtype if mean else None for out, mean in zip(outs, self._is_mean, strict=True)]
+        return [*(_scaled(out, weight) if mean else out for out, mean in zip(outs, self._is_mean, strict=True)), weight]
 
     def _to_sum(self, x: Any) -> Any:
         x = jnp.asarray(x)
@@ -59,19 +61,39 @@ class Means:
             raise StageError(
                 f"treduce: weights returns {what:.60} for a microbatch. It must return a scalar, an integer or a float."
             )
+        if weight.dtype.itemsize < 4:  # sums of numbers of tokens are large
+            weight = weight.astype(np.int32 if jnp.issubdtype(weight.dtype, jnp.integer) else np.float32)
         return weight
 
     def of(self, reduced: list) -> Any:
         """The outputs of the loop, from what `sums` was reduced to."""
         reduced = list(reduced)
-        number = self._number if self._weights is None else reduced.pop()
-        pairs = zip(reduced, self._is_mean, strict=True)
-        outs = [Mean().finish(x, _like(x, number)) if mean else x for x, mean in pairs]
+        if self._weights is None:
+            pairs = zip(reduced, self._is_mean, strict=True)
+            outs = [Mean().finish(x, _like(x, self._number)) if mean else x for x, mean in pairs]
+        else:
+            number = reduced.pop()
+            outs = [
+                x if dtype is None else _divided(x, number, dtype)
+                for x, dtype in zip(reduced, self._dtypes, strict=True)
+            ]
         return jax.tree.unflatten(self._tree, outs)
 
 
 def _scaled(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return x * _like(x, weight)
+    """A term of a weighted sum: in float32 where the sum may be too large for the dtype of `x`."""
+    scaled = (wide := _widened(x)) * _like(wide, weight)
+    return scaled.astype(x.dtype) if x.dtype == jnp.bfloat16 else scaled
+
+
+def _divided(x: jax.Array, number: jax.Array, dtype: Any) -> jax.Array:
+    mean = Mean().finish(wide := _widened(x), _like(wide, number))
+    return mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(np.float32) if is_narrow else x
 
 
 def _like(x: jax.Array, number: Any) -> Any:

@@ -27,6 +27,7 @@ class Operation:
       reads_index: whether `update` may read its `index`.
       reads_number: whether `init` or `finish` may read `num_microbatches`. If not, lists of any length share a trace.
       is_elementwise: whether each element of the result follows from the same element of the outputs.
+      has_parts: whether `update` may be given, for `x`, another accumulator, of microbatches that come next.
 
     Examples:
       >>> import jax.numpy as jnp, mpmd
@@ -40,13 +41,13 @@ class Operation:
     """
 
     reads_index = reads_number = True
-    is_elementwise = False
+    is_elementwise = has_parts = False
 
     def __init_subclass__(cls, **kwargs: Any):
         """What a base class says of its methods does not hold for others."""
         super().__init_subclass__(**kwargs)
         if {"init", "update", "finish"} & vars(cls).keys():
-            for name in ("reads_index", "reads_number", "is_elementwise"):
+            for name in ("reads_index", "reads_number", "is_elementwise", "has_parts"):
                 if name not in vars(cls):
                     setattr(cls, name, vars(Operation)[name])
 
@@ -92,7 +93,7 @@ class Add(Operation):
     """
 
     reads_index = reads_number = False
-    is_elementwise = once = True
+    is_elementwise = has_parts = once = True
 
     def __init__(self, *, once: bool = True):
         if not isinstance(once, bool):
@@ -112,7 +113,7 @@ class Mean(Add):
     """
 
     reads_index = False
-    reads_number = is_elementwise = True
+    reads_number = is_elementwise = has_parts = True
 
     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.full(aval, 0, dtype=np.int32 if aval.dtype == np.bool_ else None)
@@ -132,7 +133,7 @@ class Max(Operation):
     """The elementwise maximum over microbatches."""
 
     reads_index = reads_number = False
-    is_elementwise = True
+    is_elementwise = has_parts = True
 
     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.full(aval, _extreme(aval.dtype, lowest=True))
@@ -145,7 +146,7 @@ class Min(Operation):
     """The elementwise minimum over microbatches."""
 
     reads_index = reads_number = False
-    is_elementwise = True
+    is_elementwise = has_parts = True
 
     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.full(aval, _extreme(aval.dtype, lowest=False))
@@ -216,6 +217,8 @@ def _extreme(dtype: DTypeLike, lowest: bool) -> Any:
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
         return info.min if lowest else info.max
+    if not np.isinf(np.array(np.inf).astype(dtype)):  # some floats of 8 bits and fewer have no infinity
+        return jnp.finfo(dtype).min if lowest else jnp.finfo(dtype).max
     return -np.inf if lowest else np.inf
 
 

@@ -67,7 +67,7 @@ def resilient(
       The state after the last step.
 
     Raises:
-      ValueError: an argument is wrong or differs between processes, or `body` returned another tree.
+      ValueError: an argument is wrong or differs between processes, or `body` returned another tree, shape or dtype.
       CorruptionError: an audited step (`audit_every` of `mpmd.jit`) has found a device that computes wrong, and no
         spare can take its place.
 
@@ -78,16 +78,16 @@ def resilient(
     """
     global _calls
     names = layout.names_of(state)
-    _check(body, names, state, num_steps, copies, every, start)
+    num_steps, copies, every, start = _checked(body, names, state, num_steps, copies, every, start)
     call, _calls = _calls, _calls + 1
     own = keepers.own(os.environ, "127.0.0.1")
     job = joining.current()
     if job is None and own is None:
         with _accounted(f"begins with step {start}") as begin_step:
-            structure = jax.tree.structure(state)
+            given = _Given(names, state)
             for i in range(start, num_steps):
                 begin_step(i)
-                state = _next(body(i, state), structure, i)
+                state = given.next(body(i, state), i)
             audits.settle()
             return state
     numbers = num_steps, copies, every, start
@@ -150,7 +150,7 @@ def _attempt(
     losses: _Losses | None = None,
 ) -> Any:
     """The loop from the newest whole state on, until its end or the loss of a rank."""
-    structure = jax.tree.structure(state)
+    given = _Given(names, state)
     if own is not None:
         own = own._replace(host=ranks.address)
     meeting = _Meeting(ranks, own, call, numbers, is_used_up, is_new)
@@ -160,7 +160,9 @@ def _attempt(
     first, last, begins = start, None, f"begins with step {start}"
     with ledger.during(ledger.OTHER):
         version = meeting.newest_readable(names, state, start, num_steps)
-    if version is not None:
+    if version is None:
+        state = jax.tree.map(lambda leaf: leaf, state)  # `body` may change the tree: the given one says where leaves go
+    else:
         state, last = version
         first, begins = last + 1, f"goes on after step {last}, from memory"
         if losses is not None:
@@ -170,7 +172,7 @@ def _attempt(
     with _accounted(begins) as begin_step, heeded, _closing(keeping):
         for i in range(first, num_steps):
             begin_step(i)
-            state = _next(body(i, state), structure, i)
+            state = given.next(body(i, state), i)
             if keeping is None or ((i + 1) % every and i + 1 < num_steps):
                 continue
             with ledger.during(ledger.CHECKPOINT):
@@ -218,7 +220,12 @@ def _say_lost(job: Job) -> None:
             say(f"the ranks {ranks} were lost; all others wait for the spares that take the places")
 
 
-def _check(body: Any, names: Sequence[str], state: Any, *numbers: Any) -> None:
+def _checked(body: Any, names: Sequence[str], state: Any, *numbers: Any) -> list[int]:
+    """The numbers, as those of Python.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
     faults: list[str] = []
     if not callable(body):
         faults.append(f"body is a {type(body).__name__}, not a function")
@@ -234,26 +241,47 @@ def _check(body: Any, names: Sequence[str], state: Any, *numbers: Any) -> None:
         raise ValueError("mpmd.resilient: " + "; ".join(faults) + ".")
     for name, leaf in zip(names, jax.tree.leaves(state), strict=True):
         layout.describe(name, leaf)
+    return list(map(operator.index, numbers))
 
 
 _NUMBERS = {"num_steps": 0, "copies": 0, "every": 1, "start": 0}  # with the least that each may be
 
 
-def _next(result: Any, structure: Any, step: int) -> Any:
-    """The state that `body` returned.
+class _Given:
+    """The state that a loop begins with, which each later one must be like."""
 
-    Raises:
-      ValueError: it returned something else.
-    """
-    found = jax.tree.structure(result)
-    if found == structure:
-        return result
-    if isinstance(result, tuple) and len(result) == 2 and jax.tree.structure(result[0]) == structure:
-        return result[0]
-    raise ValueError(
-        f"mpmd.resilient: body({step}, state) returned another tree than it was given.\n  given:    {structure}\n"
-        f"  returned: {found}\n  Return the next state, or (state, metrics)."
-    )
+    def __init__(self, names: Sequence[str], state: Any):
+        self._names = names
+        leaves, self._structure = jax.tree.flatten(state)
+        self._leaves = [layout.describe(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+        self._signature: Any = None
+
+    def next(self, result: Any, step: int) -> Any:
+        """The state that `body` returned.
+
+        Raises:
+          ValueError: it returned something else.
+        """
+        state, found = result, jax.tree.structure(result)
+        if found != self._structure and isinstance(result, tuple) and len(result) == 2:
+            state = result[0]
+            found = self._structure if jax.tree.structure(state) == self._structure else found
+        if found != self._structure:
+            raise ValueError(
+                f"mpmd.resilient: body({step}, state) returned another tree than it was given.\n"
+                f"  given:    {self._structure}\n  returned: {found}\n  Return the next state, or (state, metrics)."
+            )
+        if (signature := layout.signature(leaves := jax.tree.leaves(state))) != self._signature:
+            returned = [layout.describe(name, leaf) for name, leaf in zip(self._names, leaves, strict=True)]
+            for mine, theirs in zip(self._leaves, returned, strict=True):
+                if layout.misfit([theirs], [mine]):
+                    raise ValueError(
+                        f"mpmd.resilient: body({step}, state) returned {theirs.name} as {theirs.text}, and it was given"
+                        f" {mine.text}: after a loss, the loop could not go on. Return each leaf in the shape and dtype"
+                        " of the given one, or begin with a state as body returns it."
+                    )
+            self._signature = signature
+        return state
 
 
 @contextlib.contextmanager

@@ -263,6 +263,8 @@ class AuditedBucketExecutor(AuditedExecutor, BucketExecutor):
     def _own_step(self, instruction: Run | Call) -> _OwnStep | None:
         buckets = {0}
         if isinstance(instruction, Run) and (xs := self._list_of.get(instruction.loop)) is not None:
+            if self._permutations[xs] is not None:  # it may have an accumulator of its own
+                return None
             buckets = {self._order[xs][task.microbatch] for task in instruction.tasks}
         (bucket, *more) = buckets
         if more or not _can_run_twice(self._buckets[bucket][0], instruction):

@@ -22,6 +22,7 @@ from mpmd.compile.step import LoopProgram, StepPrograms
 from mpmd.graphs.body import Place
 from mpmd.job.job import Job
 from mpmd.job.wires import ORDER_BITS
+from mpmd.ops.reductions import Operation
 from mpmd.run import device_put
 from mpmd.run.pieces import pieces
 from mpmd.run.routes import ValueRoute
@@ -216,6 +217,26 @@ def _merged(programs: StepPrograms, program: Program) -> Sequence[GroupInstructi
     return scheduler.merge(program) if programs.mesh.local_groups else ()
 
 
+class SummedOutput(NamedTuple):
+    """An accumulator of a task: its positions among what the instruction reads and writes."""
+
+    read: int
+    write: int
+    operation: Operation
+
+
+class BoundTask(NamedTuple):
+    """Where the values of a task stand among those of its instruction.
+
+    Attributes:
+      index: where it reads the number of its microbatch; None if it does not.
+    """
+
+    place: Place
+    index: int | None
+    sums: list[SummedOutput]
+
+
 class BoundBuckets:
     """The programs of buckets, bound: instruction by instruction they do the same, for microbatches of other shapes.
 
@@ -238,6 +259,21 @@ class BoundBuckets:
             for (programs, program), calls in zip(buckets, self._calls, strict=True)
         ]
         self.template = self.slots.template()
+
+    def tasks(self, b: BoundInstruction, buckets: Sequence[int]) -> list[BoundTask]:
+        """The tasks of an instruction, whose microbatches belong to these buckets."""
+        found: list[BoundTask] = []
+        num_reads = num_writes = 0
+        for task, bucket in zip(b.tasks, buckets, strict=True):
+            place = Place(task.stage, task.kind)
+            values, operations = self._calls[bucket].values(b.group, b.loop, place)
+            at = num_reads + len(values.constants)
+            num_reads = at + values.uses_index + len(values.operands) + len(values.reads)
+            sums = [SummedOutput(num_reads + k, num_writes + k, op) for k, op in enumerate(operations)]
+            found.append(BoundTask(place, at if values.uses_index else None, sums))
+            num_reads += len(sums)
+            num_writes += len(sums) + len(values.writes)
+        return found
 
     def pair(self, b: BoundInstruction, buckets: tuple[int, int]) -> BoundInstruction:
         """Two tasks that run as one executable where their microbatches have one shape, one after the other."""
@@ -468,6 +504,12 @@ class _Calls:
         text = f"{'+'.join(map(str, tasks))} in group {group}"
         loop = program.loop.number
         return BoundInstruction(RUN, executable, reads, writes, group, text, tasks, donates=donates, loop=loop)
+
+    def values(self, group: int, loop: int, place: Place) -> tuple[_TaskValues, list[Operation]]:
+        """What tasks take and give, and the operations of their accumulators."""
+        program = self._programs.loops[loop]
+        accumulators, accumulates = program.loop.partition.accumulators, program.tasks[place].body.accumulates
+        return self._values_of(group, program, place), [accumulators[k].operation for k in accumulates]
 
     def _values_of(self, group: int, program: LoopProgram, place: Place) -> _TaskValues:
         key = program.loop.number, place

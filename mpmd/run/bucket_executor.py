@@ -20,15 +20,18 @@ from mpmd.compile.step import StepPrograms
 from mpmd.job import wires
 from mpmd.job.notes import Note
 from mpmd.run.agreement import Announcement
-from mpmd.run.bindings import Bindings, BoundBuckets, BoundInstruction
+from mpmd.run.bindings import Bindings, BoundBuckets, BoundInstruction, Slots
 from mpmd.run.executor import Executor, Instruction
+from mpmd.run.turns import Turns
 from mpmd.tracing.trace import Trace
 from scheduler import Program, Value
 from scheduler.base.bounded import BoundedDict
 from scheduler.programs.fewer import with_fewer
 
-# For each list of a step, the bucket of each of its microbatches.
+# For each list of a step, the bucket of each of its microbatches, in the order in which they run.
 Order = tuple[tuple[int, ...], ...]
+# For each list, which of its microbatches runs first, second, and so on; None where they run as the list has them.
+Permutations = tuple[tuple[int, ...] | None, ...]
 # So many orders and numbers of microbatches are kept.
 NUM_ORDERS = 64
 
@@ -91,7 +94,8 @@ class BucketExecutor(Executor):
         self._buckets, self._dealt, self._absent, self._list_of = buckets, dealt, absent, list_of
         self._number = 0  # of the order
         self._order: Order = ()
-        self._kept: BoundedDict[Order, _Prepared] = BoundedDict(NUM_ORDERS)
+        self._permutations: Permutations = ()
+        self._kept: BoundedDict[tuple[Order, Permutations], _Prepared] = BoundedDict(NUM_ORDERS)
         self._own: dict[int, dict[int, list[int]]]  # per list and microbatch, the positions of its instructions
         self._twofold: dict[int, tuple[tuple[int, int], tuple[int, int]]]  # by position, the microbatches of two tasks
         super().__init__(*buckets[0], whole)
@@ -138,18 +142,21 @@ class BucketExecutor(Executor):
             ]
             self._is_finished = True
 
-    def take(self, order: Order, arrays: Sequence[MicrobatchArray]) -> None:
+    def take(self, order: Order, permutations: Permutations, arrays: Sequence[MicrobatchArray]) -> None:
         """The next calls are for microbatches in this order, whose arrays come after all other arguments."""
-        if order not in self._kept:
-            self._kept[order] = self._call_of(order, arrays)
-        self._order = order
-        self.bindings, self._instructions, self._arguments, self._number, self._kept_of_plan = self._kept[order]
+        key = order, permutations
+        if key not in self._kept:
+            self._kept[key] = self._call_of(order, permutations, arrays)
+        self._order, self._permutations = key
+        self.bindings, self._instructions, self._arguments, self._number, self._kept_of_plan = self._kept[key]
         for name in ("_recorder", "_annotated"):
             vars(self).pop(name, None)
 
-    def _call_of(self, order: Order, arrays: Sequence[MicrobatchArray]) -> _Prepared:
+    def _call_of(self, order: Order, permutations: Permutations, arrays: Sequence[MicrobatchArray]) -> _Prepared:
         later = {k for xs, own in self._own.items() for m in own if m >= len(order[xs]) for k in own[m]}
         bound = self._picked(order, later)
+        if any(permutations):
+            bound = self._in_turn(bound, order, permutations)
         first, local, slots = self._bound_buckets.of[0], self._programs.mesh.local_groups, self._bound_buckets.slots
         inputs = [[] if i in self._absent else where for i, where in enumerate(first.inputs)]
         for a in arrays:
@@ -158,10 +165,12 @@ class BucketExecutor(Executor):
             inputs.append([(g, slots.of(g, value)) for g in groups])
         names, avals = self._of_step
         return _Prepared(
-            dataclasses.replace(self.bindings, instructions=tuple([b for b, _ in bound]), inputs=inputs),
+            dataclasses.replace(
+                self.bindings, instructions=tuple([b for b, _ in bound]), inputs=inputs, template=self._template(slots)
+            ),
             [plan for _, plan in bound],
             ([*names, *(a.name for a in arrays)], [*avals, *(a.aval for a in arrays)]),
-            zlib.crc32(repr(order).encode()),
+            zlib.crc32(repr((order, permutations) if any(permutations) else order).encode()),
             [k for k in range(len(first.instructions)) if k not in later],
         )
 
@@ -180,6 +189,23 @@ class BucketExecutor(Executor):
                 if one != other:
                     found[k] = _walked(self._bound_buckets.pair(found[k][0], (one, other)), k)
         return _without(found, later, self._late) if later else found
+
+    def _in_turn(self, bound: Sequence[_Bound], order: Order, permutations: Permutations) -> list[_Bound]:
+        """The instructions as they sum in the order of the lists, whatever the order in which they run."""
+        turns, found = Turns(self._bound_buckets.slots), list[_Bound]()
+        for b, (*_, number) in bound:
+            xs = self._list_of.get(b.loop) if b.tasks else None
+            if xs is not None and (permutation := permutations[xs]) is not None:
+                places = [task.microbatch for task in b.tasks]
+                tasks = self._bound_buckets.tasks(b, [order[xs][m] for m in places])
+                b = turns.bound(b, tasks, [permutation[m] for m in places])
+            found.append(_walked(b, number))
+        return found
+
+    def _template(self, slots: Slots) -> list[Any]:
+        """The slots before a step; some orders have more of them."""
+        template = self._bound_buckets.template
+        return [*template, *[None] * (len(slots) - len(template))]
 
     @property
     def _counts(self) -> dict[int, int]:

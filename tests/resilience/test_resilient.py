@@ -172,6 +172,26 @@ def test_a_body_that_returns_another_tree_is_told_so():
     )
 
 
+def test_a_leaf_of_another_dtype_or_shape_than_the_given_one_is_told_at_once():
+    for new, text in ((jnp.zeros(3, "bfloat16"), "bfloat16[3]"), (np.zeros(4, "float32"), "float32[4]")):
+        with pytest.raises(ValueError) as raised:
+            mpmd.resilient(lambda i, state, new=new: {"m": new}, {"m": jnp.zeros(3)}, 1)
+        assert str(raised.value) == (
+            f"mpmd.resilient: body(0, state) returned ['m'] as {text}, and it was given float32[3]: after a loss, the loop"
+            " could not go on. Return each leaf in the shape and dtype of the given one, or begin with a state as body"
+            " returns it."
+        )
+
+
+def test_a_body_may_change_the_tree_and_numbers_of_steps_may_be_those_of_numpy(keeper, monkeypatch):
+    def body(i, state):
+        state["x"] = state["x"] + 1
+        return state
+
+    assert mpmd.resilient(body, (given := {"x": jnp.zeros(3)}), np.int64(3), every=np.int32(1))["x"][0] == 3
+    assert not given["x"].any()
+
+
 def everything():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     sharded = jax.device_put(jnp.arange(16.0).reshape(8, 2), NamedSharding(mesh, PartitionSpec("x")))
