@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from mpmd.errors import StageError
+from mpmd.ops.lists import TreeDef
 from mpmd.ops.reductions import Add, Mean, Operation, broadcast_operation, is_number_or_array, output_leaves
 
 
@@ -23,11 +25,11 @@ class Means:
       operations: of what `sums` returns, once it has been called.
     """
 
-    def __init__(self, fun: Callable, operation: Any, weights: Callable | None, number: Any):
+    def __init__(self, fun: Callable, operation: Any, weights: Callable | None, number: int | jax.Array):
         self._fun, self._operation, self._weights, self._number = fun, operation, weights, number
         self.operations: list[Operation] = []
         self._is_mean: list[bool] = []
-        self._tree: Any = None
+        self._tree: TreeDef = None
 
     def sums(self, x: Any) -> list:
         """The leaves of `fun(x)`; those of means as what is to be summed, and last the weight of the microbatch."""
@@ -47,7 +49,7 @@ class Means:
         pairs = zip(outs, self._is_mean, strict=True)
         return [*(_scaled(self._to_sum(out), weight) if mean else out for out, mean in pairs), weight]
 
-    def _to_sum(self, x: Any) -> Any:
+    def _to_sum(self, x: ArrayLike) -> jax.Array:
         x = jnp.asarray(x)
         return x.astype(np.int32) if x.dtype == np.bool_ else x
 
