@@ -142,7 +142,7 @@ def _attempt(
     own: Address | None,
     call: int,
     numbers: tuple[int, ...],
-    body: Any,
+    body: Callable[[int, Any], Any],
     state: Any,
     names: Sequence[str],
     is_used_up: bool = False,
@@ -218,7 +218,7 @@ def _say_lost(job: Job) -> None:
             say(f"the ranks {ranks} were lost; all others wait for the spares that take the places")
 
 
-def _check(body: Any, names: Sequence[str], state: Any, *numbers: Any) -> None:
+def _check(body: object, names: Sequence[str], state: object, *numbers: int) -> None:
     faults: list[str] = []
     if not callable(body):
         faults.append(f"body is a {type(body).__name__}, not a function")
@@ -294,7 +294,7 @@ class _Meeting:
         self._token = os.environ.get(TOKEN, "")
         self._attempt = rank_files.attempt_of(os.environ)
         self._connection, records = self._connected(own) if own is not None else (None, [])
-        mine: dict[str, Any] = {"numbers": numbers, "call": call, "is_new": is_new, "had_keeper": own is not None}
+        mine: dict[str, object] = {"numbers": numbers, "call": call, "is_new": is_new, "had_keeper": own is not None}
         if self._connection:
             mine |= {"keeper": own, "records": records}
         said = {rank: json.loads(text) for rank, text in self._exchange("begin", json.dumps(mine)).items()}
@@ -381,7 +381,7 @@ class _Meeting:
         about = {"attempt": self._attempt, "call": self._call, "owner": rank, "num_ranks": self._ranks.num_ranks}
         return Copies(self._ranks, connections, about, speaks, last)
 
-    def _connected(self, own: Address) -> tuple[Connection | None, list[Any]]:
+    def _connected(self, own: Address) -> tuple[Connection | None, list[dict[str, int]]]:
         """A connection to the keeper of this host, and what it has; None if it is gone."""
         try:
             connection = self._connect(own)
@@ -434,7 +434,7 @@ class _Meeting:
             say(text)
 
 
-def _check_alike(numbers: Mapping[int, Any]) -> None:
+def _check_alike(numbers: Mapping[int, Sequence[int]]) -> None:
     for rank, theirs in numbers.items():
         for name, mine, other in zip(_NUMBERS, numbers[0], theirs, strict=True):
             if mine != other:
