@@ -200,7 +200,7 @@ def _typed(x: jax.ShapeDtypeStruct, spec: PartitionSpec | None):
     return compat.shaped_array(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
 
 
-def _lowering(ctx: compat.mlir.LoweringRuleContext, *args: object, exported: jax.export.Exported, name: str):
+def _lowering(ctx: object, *args: object, exported: jax.export.Exported, name: str):
     try:
         return compat.mlir.lower_fun(_run, multiple_results=True)(ctx, *args, exported=exported)
     except ValueError as e:

@@ -363,12 +363,7 @@ class _AuditedCall:
         return []
 
     def _again(
-        self,
-        group: int,
-        programs: StepPrograms,
-        executable: Executable,
-        reads: Sequence[Any],
-        plan: plans.PlannedAudit,
+        self, group: int, programs: StepPrograms, executable: Executable, reads: Sequence[Any], plan: Any
     ) -> Callable:
         """What an auditor does: the same program, on its own devices."""
         mesh = programs.mesh.groups[group]

@@ -19,7 +19,7 @@ from mpmd.compile.step import StepPrograms
 from mpmd.cutting.pieces import Rows, cut
 from mpmd.cutting.split_rows import SplitStep
 from mpmd.run import device_put
-from mpmd.tracing.arguments import check_leaves, leaf_type, short_type
+from mpmd.tracing.arguments import Args, Kwargs, check_leaves, leaf_type, short_type
 
 
 class Inputs:
@@ -74,7 +74,7 @@ class Inputs:
         found._of_pieces = [*of_pieces, *([s] for _, _, s in more)]
         return found
 
-    def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def checked(self, args: Args, kwargs: Kwargs) -> list[Any]:
         """The flat arguments, if they are those that the step was compiled for.
 
         Raises:
