@@ -216,7 +216,7 @@ class Executor:
             return "by jax.device_put"
         return f"by jax.device_put in this process, between processes by {wires.wire_class(self.job).name}"
 
-    def recorded(self) -> dict[str, object]:
+    def recorded(self) -> dict[str, Any]:
         """What the flight recorder writes of this step's program."""
         words = [(b.group, b.text) for b in self.bindings.instructions]
         return {
