@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_goodput(commands: Any) -> None:
+def _add_goodput(commands: argparse._SubParsersAction) -> None:
     goodput = commands.add_parser(
         "goodput",
         help="where the time of a job went, or would go with so many failures",
@@ -290,7 +290,7 @@ def _axes(text: str, devices: int) -> tuple[list[str], list[int]]:
     return names, sizes
 
 
-def _made(where: str, mesh: MpmdMesh, wanted: dict[str, Any], function: Callable[..., Any]) -> tuple[Any, tuple]:
+def _made(where: str, mesh: MpmdMesh, wanted: dict[str, Any], function: Callable) -> tuple[Any, tuple]:
     """What the user's function returns: the step, ready to be lowered, and its arguments."""
     _check_takes(function, where, wanted)
     with _users_errors(where, "calling"):
@@ -303,7 +303,7 @@ def _made(where: str, mesh: MpmdMesh, wanted: dict[str, Any], function: Callable
     return (step if hasattr(step, "lower") else jit(step, mpmd_mesh=mesh)), arguments
 
 
-def _check_takes(function: Callable[..., Any], where: str, names: Iterable[str]) -> None:
+def _check_takes(function: Callable, where: str, names: Iterable[str]) -> None:
     if missing := [name for name in names if name not in inspect.signature(function).parameters]:
         raise ValueError(f"{where} takes no argument {missing[0]}, so it cannot be chosen here.")
 
@@ -345,7 +345,7 @@ def _users_warnings(where: str) -> Iterator[None]:
         yield
 
 
-def _loaded(where: str) -> Callable[..., Any]:
+def _loaded(where: str) -> Callable:
     name, _, function = where.rpartition(":")
     path = Path(name)
     if not name or not path.is_file():

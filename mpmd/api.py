@@ -8,10 +8,11 @@ Each stage can be printed and asked; calling the decorated step runs through the
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, Required, TypedDict, TypeVar, Unpack, overload
 
 import jax
+from jax.typing import ArrayLike
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
@@ -25,8 +26,11 @@ from mpmd.run.audits import audited_options, check_audits
 from mpmd.run.device_get import device_get
 from mpmd.stages import Compiled, Lowered, Traced, check_options, shape_of
 from mpmd.tracing.arguments import (
+    Args,
     CallArguments,
+    Fixed,
     Hint,
+    Kwargs,
     argument_names,
     broadcast,
     check_is_outside,
@@ -180,7 +184,7 @@ class Jitted:
         self._audit_every = audit_every
         self._cache: _Made[Compiled] = _Made()
         self._traced: _Made[Traced] = _Made()
-        self._wished: dict[Any, list[Any]] = {}
+        self._wished: dict[Hashable, list[object]] = {}
         self._lists: dict[lists.Path, set[type]] = {}  # arguments that are lists of microbatches
         self._bucketed: _Made[Buckets] = _Made()
         self._asked: _Made[Traced] = _Made()
@@ -192,7 +196,7 @@ class Jitted:
             return self._fun(*args, **kwargs)
         return self._finding_lists(self._call, args, kwargs)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: Args, kwargs: Kwargs) -> Any:
         if self._lists and (xs := self._lists_in(args, kwargs)):
             step, leaves = self._bucketed_step(self._buckets_for(args, kwargs, xs), xs)
             return step._run(leaves)
@@ -209,7 +213,7 @@ class Jitted:
 
     def _bucketed_step(
         self, buckets: tuple[list[Buckets], Bucketing, CallArguments], xs: Sequence[MicrobatchList]
-    ) -> tuple[BucketedStep, list[Any]]:
+    ) -> tuple[BucketedStep, Sequence[ArrayLike]]:
         """The step that runs these lists, and its arguments."""
         steps, ordinary, call = buckets
         step = next((step for step in steps if step.fits(call.leaves)), None)
@@ -218,7 +222,7 @@ class Jitted:
             steps.append(step := Buckets(ordinary))
         return step.prepared(call.leaves, xs)
 
-    def __get__(self, obj: Any, owner: Any = None):
+    def __get__(self, obj: object, owner: type | None = None):
         return self if obj is None else functools.partial(self, obj)
 
     @compat.api_boundary
@@ -229,7 +233,7 @@ class Jitted:
         """
         return self._finding_lists(self._traced_for, args, kwargs)
 
-    def _traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    def _traced_for(self, args: Args, kwargs: Kwargs) -> Traced:
         if xs := self._lists_in(args, kwargs):
             _, bucketing, _ = self._buckets_for(args, kwargs, xs)
             dynamic, named, fixed = self._without_static(args, kwargs)
@@ -244,13 +248,13 @@ class Jitted:
 
     def _for_call(
         self,
-        fixed: tuple[tuple[Any, ...], ...],
-        trees: Sequence[Any],
-        dtypes: Sequence[Sequence[Set[Any]]],
-        around: tuple[Sequence[Any], Any],
-        dynamic: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[BucketedStep, list[Any]]:
+        fixed: Fixed,
+        trees: Sequence[lists.TreeDef],
+        dtypes: Sequence[Sequence[Set[Hashable]]],
+        around: tuple[Sequence[tuple | None], lists.TreeDef],
+        dynamic: Args,
+        kwargs: Kwargs,
+    ) -> tuple[BucketedStep, Sequence[ArrayLike]]:
         """The step that runs a call with lists of microbatches, and its arguments.
 
         Args:
@@ -287,7 +291,7 @@ class Jitted:
             )
         return self._bucketed_step(buckets, xs)
 
-    def _finding_lists(self, act: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _finding_lists(self, act: Callable[[Args, Kwargs], _T], args: Args, kwargs: Kwargs) -> _T:
         """`act`, again whenever the step turns out to do something with a list."""
         while True:
             try:
@@ -297,7 +301,7 @@ class Jitted:
                 assert type(found) not in ways
                 ways.add(type(found))
 
-    def _lists_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicrobatchList]:
+    def _lists_in(self, args: Args, kwargs: Kwargs) -> list[MicrobatchList]:
         """The lists of microbatches among the arguments, as far as they are known."""
         found = ((path, lists.at((args, kwargs), path)) for path in self._lists)
         return [MicrobatchList.of(path, x, self._explicit) for path, x in found if type(x) in (list, lists.Reordered)]
@@ -307,11 +311,11 @@ class Jitted:
         return {*self._mesh.tracing_mesh().explicit_axes} - {self._mesh.mpmd_axis_name}
 
     def _buckets_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], xs: Sequence[MicrobatchList]
+        self, args: Args, kwargs: Kwargs, xs: Sequence[MicrobatchList]
     ) -> tuple[list[Buckets], Bucketing, CallArguments]:
         """The steps for lists of microbatches beside such other arguments, how more are made, and these arguments."""
 
-        def read(ones: Sequence[Any]) -> CallArguments:
+        def read(ones: Sequence[object]) -> CallArguments:
             new = {id(x.given): x.standing_for(one, self._lists[x.path]) for x, one in zip(xs, ones, strict=True)}
             return self._read(*lists.replaced((args, kwargs), new))
 
@@ -340,9 +344,7 @@ class Jitted:
         out = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.outvars]
         return jax.tree.unflatten(traced.out_tree, out)
 
-    def _without_static(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[tuple[Any, ...], ...]]:
+    def _without_static(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, Fixed]:
         """The arguments that are not static, and those that are."""
         positions, names = self._static
         if not (positions or names):
@@ -355,7 +357,7 @@ class Jitted:
         check_static(fixed)
         return dynamic, kwargs, fixed
 
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    def _read(self, args: Args, kwargs: Kwargs) -> CallArguments:
         dynamic, kwargs, fixed = self._without_static(args, kwargs)
         leaves, tree = jax.tree.flatten((dynamic, kwargs))
         explicit = self._explicit
@@ -370,7 +372,7 @@ class Jitted:
             raise fault
         return CallArguments(len(args), fixed, leaves, tree, types, (tree, fixed, types, compat.trace_context()))
 
-    def _wishes(self, tree: Any, fixed: tuple[Any, ...], num_args: int) -> list[Any]:
+    def _wishes(self, tree: lists.TreeDef, fixed: Fixed, num_args: int) -> list[object]:
         """The user's sharding of each leaf, or None."""
         if self._in_shardings is None:
             return [None] * tree.num_leaves
@@ -424,14 +426,14 @@ class Jitted:
         return traced
 
 
-def _around(dynamic: tuple[Any, ...], kwargs: dict[str, Any], xs: Sequence[MicrobatchList]) -> tuple[list[Any], Any]:
+def _around(dynamic: Args, kwargs: Kwargs, xs: Sequence[MicrobatchList]) -> tuple[list, lists.TreeDef]:
     """The arguments of a call, flat, and their structure: each list of microbatches is one leaf."""
     given = {id(x.given) for x in xs}
     return jax.tree.flatten((dynamic, kwargs), is_leaf=lambda x: id(x) in given)
 
 
 def _of_other_types(
-    leaves: Sequence[Any], types: Sequence[Any], xs: Sequence[MicrobatchList], dtypes: Sequence[Sequence[Set[Any]]]
+    leaves: Sequence[Any], types: Sequence[tuple | None], xs: Sequence[MicrobatchList], dtypes: Sequence[Sequence[Set]]
 ) -> list[tuple[int, str]]:
     """The arguments, by number, that have other types, and which; of microbatches the shape may be another one."""
     wrong = [
@@ -451,9 +453,7 @@ def _of_other_types(
     return wrong
 
 
-def _with_static(
-    dynamic: Sequence[Any], kwargs: Mapping[str, Any], fixed: Sequence[tuple[Any, ...]]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_static(dynamic: Args, kwargs: Kwargs, fixed: Fixed) -> tuple[Args, Kwargs]:
     """All arguments of the user's function, the static ones in their places."""
     args, named = list(dynamic), dict(kwargs)
     for where, _, value in fixed:
@@ -464,21 +464,21 @@ def _with_static(
     return tuple(args), named
 
 
-class _Made(BoundedDict[Any, list[_T]]):
+class _Made(BoundedDict[Hashable, list[_T]]):
     """What a function was made into, for the latest types of arguments: as many as `jax.jit` keeps."""
 
     def __init__(self):
         super().__init__(4096)
 
-    def __missing__(self, key: Any) -> list[_T]:
+    def __missing__(self, key: Hashable) -> list[_T]:
         found = self[key] = []
         return found
 
 
-_traces: weakref.WeakKeyDictionary[Callable, dict[Any, Trace]] = weakref.WeakKeyDictionary()
+_traces: weakref.WeakKeyDictionary[Callable, dict[Hashable, Trace]] = weakref.WeakKeyDictionary()
 
 
-def _traces_of(fun: Callable) -> dict[Any, Trace]:
+def _traces_of(fun: Callable) -> dict[Hashable, Trace]:
     """What has been traced of a function, for as long as it lives: as under `jax.jit`, a step is traced once for all
     devices of one shape, however often it is given to `mpmd.jit`.
     """

@@ -9,10 +9,10 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from mpmd import _jax_compat as compat
 from mpmd.compile.donation import donations
@@ -63,7 +63,7 @@ class MicrobatchList:
     permutation: tuple[int, ...] | None
     items: list
     leaves: list[list]
-    tree: Any
+    tree: lists.TreeDef
     types: list[tuple]
 
     @classmethod
@@ -81,11 +81,11 @@ class MicrobatchList:
         return cls(path, given, permutation, items, leaves, found[0][1], types)
 
     @property
-    def largest(self) -> Any:
+    def largest(self) -> object:
         """A microbatch of the shape with most elements."""
         return max(self.given, key=lambda x: sum(np.size(leaf) for leaf in jax.tree.leaves(x)))
 
-    def standing_for(self, one: Any, ways: Set[type]) -> Microbatches:
+    def standing_for(self, one: object, ways: Set[type]) -> Microbatches:
         """What the step sees of it."""
         items = self.given if ReadsList in ways else None
         return Microbatches(self.path, one, np.int32(len(self.given)), len(self.given), CountsList in ways, items)
@@ -99,7 +99,7 @@ class Bucketing:
       asked: the step for lists that was traced last, to be asked.
     """
 
-    read: Callable[[Sequence[Any]], CallArguments]
+    read: Callable[[Sequence[object]], CallArguments]
     trace: Callable[[CallArguments, Mapping[int, Hint] | None], Traced]
     asked: list[Traced]
 
@@ -109,7 +109,7 @@ class Bucketing:
         lowered = [vars(traced).get("_lowered") for traced in self.asked]
         return next((vars(one).get("_compiled") for one in lowered if one is not None), None)
 
-    def traced(self, ones: Sequence[Any], known: Mapping[int, Hint] | None) -> Traced:
+    def traced(self, ones: Sequence[object], known: Mapping[int, Hint] | None) -> Traced:
         """The step for these microbatches.
 
         Args:
@@ -122,7 +122,7 @@ class Bucketing:
         largest = [x.largest for x in xs]
 
         @functools.cache
-        def shapes(path: lists.Path, cuts: Any) -> tuple[list[Traced], list[int]]:
+        def shapes(path: lists.Path, cuts: tuple[int, ...] | None) -> tuple[list[Traced], list[int]]:
             of = next(k for k, x in enumerate(xs) if x.path == path)
             kinds = dict(zip(xs[of].types, xs[of].items, strict=True))
             steps = [self.traced([*largest[:of], one, *largest[of + 1 :]], None) for one in kinds.values()]
@@ -140,7 +140,7 @@ class Bucketing:
         traced = self.traced(largest, None)
         return dataclasses.replace(traced, _trace=traced._trace.with_loops(of_this_length), _shapes=shapes)
 
-    def positions(self, ones: Sequence[Any]) -> dict[int, tuple[int, int]]:
+    def positions(self, ones: Sequence[object]) -> dict[int, tuple[int, int]]:
         """Where the arrays of the microbatches stand among all leaves: which of which list each is."""
         trees = [jax.tree.structure(one) for one in ones]
         numbered = [
@@ -157,7 +157,7 @@ class _Leaf:
     of: int
     number: int
     shape: tuple[int, ...] = ()
-    dtype: Any = np.float32
+    dtype: DTypeLike = np.float32
 
 
 class Buckets:
@@ -170,15 +170,17 @@ class Buckets:
     def __init__(self, bucketing: Bucketing):
         self._bucketing = bucketing
         self._numbers: list[dict[tuple, int]] = []  # per list, the bucket of each shape
-        self._examples: list[Any] = []  # a microbatch of each list
+        self._examples: list[object] = []  # a microbatch of each list
         self._positions: dict[int, tuple[int, int]] = {}
         self._step: BucketedStep | None = None
 
-    def fits(self, leaves: Sequence[Any]) -> bool:
+    def fits(self, leaves: Sequence[ArrayLike]) -> bool:
         """Whether it can be called with these arrays, in the place of which microbatches may not be."""
         return self._step is None or self._step.fits_apart(leaves)
 
-    def prepared(self, leaves: Sequence[Any], xs: Sequence[MicrobatchList]) -> "tuple[BucketedStep, list[Any]]":
+    def prepared(
+        self, leaves: Sequence[ArrayLike], xs: Sequence[MicrobatchList]
+    ) -> "tuple[BucketedStep, list[ArrayLike]]":
         """The step, ready to run these lists, and its arguments.
 
         Args:
@@ -210,7 +212,7 @@ class Buckets:
                     if s is not None:
                         known[s[0]] = number
 
-    def _add(self, ones: Sequence[Any]) -> int:
+    def _add(self, ones: Sequence[object]) -> int:
         """The number of a new step."""
         if self._step is not None:
             known = {i: hint for i, hint in enumerate(self._hints) if i not in self._positions}
@@ -266,16 +268,16 @@ class BucketedStep(Compiled):
         self._executors.clear()
         return len(self._buckets) - 1
 
-    def fits_apart(self, leaves: Sequence[Any]) -> bool:
+    def fits_apart(self, leaves: Sequence[ArrayLike]) -> bool:
         """Whether it can be called with these arguments, beside any microbatches."""
         return self._first.fit(self._with_places(leaves))
 
-    def _with_places(self, leaves: Sequence[Any]) -> list[Any]:
+    def _with_places(self, leaves: Sequence[ArrayLike]) -> list[ArrayLike]:
         """The arguments, with something in the place of the arrays of one microbatch."""
         rest = iter(leaves)
         return [_NOTHING if i in self._positions else next(rest) for i in range(self.in_tree.num_leaves)]
 
-    def prepared(self, leaves: Sequence[Any], xs: Sequence[MicrobatchList], order: Order) -> list[Any]:
+    def prepared(self, leaves: Sequence[ArrayLike], xs: Sequence[MicrobatchList], order: Order) -> list[ArrayLike]:
         """All arguments of the next call, which has these lists."""
         with without_collection():
             self._prepare(xs, order)

@@ -10,11 +10,12 @@ import functools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+from jax.typing import ArrayLike
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
@@ -51,7 +52,7 @@ from mpmd.run.donated import apart, consume, usable
 from mpmd.run.executor import Executor
 from mpmd.run.inputs import Inputs
 from mpmd.run.results import Results
-from mpmd.tracing.arguments import Hint, broadcast, check_is_outside, hint_of
+from mpmd.tracing.arguments import Args, Hint, Kwargs, broadcast, check_is_outside, hint_of
 from mpmd.tracing.trace import Trace, trace_step
 from mpmd.users_frame import users_frame
 from scheduler import Costs, Program, Timeline
@@ -62,12 +63,12 @@ from scheduler.base.waiting import waiting
 _C = TypeVar("_C", bound="Compiled")
 # Of a list of microbatches (its path), with the cuts of its loop: the step for each shape, and which microbatch has
 # which shape.
-Shapes = Callable[[lists.Path, Any], "tuple[Sequence[Traced], Sequence[int]]"]
+Shapes = Callable[[lists.Path, tuple[int, ...] | None], "tuple[Sequence[Traced], Sequence[int]]"]
 # Of a call, `(args, kwargs)`, with lists of microbatches: the step that runs it, and its flat arguments.
-ForCall = Callable[[tuple[Any, ...], dict[str, Any]], "tuple[Compiled, list[Any]]"]
+ForCall = Callable[[Args, Kwargs], "tuple[Compiled, Sequence[ArrayLike]]"]
 
 
-def shape_of(mesh: MpmdMesh) -> tuple[Any, ...]:
+def shape_of(mesh: MpmdMesh) -> tuple[Hashable, ...]:
     """All of a mesh that a trace and its partition depend on: everything but the devices."""
     return mesh.tracing_mesh().abstract_mesh, mesh.mpmd_axis_name, tuple(g.abstract_mesh for g in mesh.groups)
 
@@ -108,7 +109,7 @@ class Traced:
         return compat.ClosedJaxpr(self._trace.jaxpr, ())
 
     @property
-    def out_tree(self) -> Any:
+    def out_tree(self) -> lists.TreeDef:
         """The structure of the result."""
         return self._trace.out_tree
 
@@ -411,7 +412,7 @@ class Compiled:
         self._timed: Profile | None = None
         self._shares_on: Callable[[Machine], Shares] = lambda machine: Shares()
         self._for_call: ForCall | None = None
-        self._movers: dict[Any, Compiled] = {}
+        self._movers: dict[Hashable, Compiled] = {}
         self.timing = False
         self._split = split
         self._inputs = Inputs(programs, split)
@@ -462,12 +463,12 @@ class Compiled:
         return jax.tree.unflatten(self.out_tree, self._results.shardings)
 
     @property
-    def in_tree(self) -> Any:
+    def in_tree(self) -> lists.TreeDef:
         """The structure of `(args, kwargs)`."""
         return self._split.whole.in_tree
 
     @property
-    def out_tree(self) -> Any:
+    def out_tree(self) -> lists.TreeDef:
         """The structure of the result."""
         return self._split.whole.out_tree
 
@@ -572,7 +573,7 @@ class Compiled:
         self._timed = step._profile(leaves, steps)
         return self._timed
 
-    def _profile(self, leaves: Sequence[Any], steps: int) -> Profile:
+    def _profile(self, leaves: Sequence[ArrayLike], steps: int) -> Profile:
         """Of flat arguments."""
         consumed, next_of = set(self._consumed), self._successors()
         rows: list[Callable[[], RecordedTimes]] = []
@@ -613,7 +614,7 @@ class Compiled:
             self._timed = self._profile_of([rows()], None)
         return self._timed.timeline()
 
-    def _profile_of(self, rows: Sequence[RecordedTimes], result: Any) -> Profile:
+    def _profile_of(self, rows: Sequence[RecordedTimes], result: object) -> Profile:
         """The rows of all processes, put together."""
         executor = self._executor
         return profile_of(self._programs, self._loop_facts, executor.job, executor.ranks, rows, result)
@@ -643,13 +644,13 @@ class Compiled:
         step, leaves = self._for(args, kwargs)
         return step._run(leaves)
 
-    def _for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "tuple[Compiled, Sequence[Any]]":
+    def _for(self, args: Args, kwargs: Kwargs) -> "tuple[Compiled, Sequence[ArrayLike]]":
         """The step that runs a call, another one where it has lists of microbatches, and its flat arguments."""
         if self._for_call is None:
             return self, self._inputs.checked(args, kwargs)
         return self._for_call(args, kwargs)
 
-    def _fits(self, leaves: Sequence[Any]) -> bool:
+    def _fits(self, leaves: Sequence[ArrayLike]) -> bool:
         """Whether it can be called with these arrays."""
         return self._inputs.fit(leaves)
 
@@ -659,7 +660,7 @@ class Compiled:
         found = hint_of(sharding, self._inputs.avals[argument], self._programs.mesh, names[argument])
         return dataclasses.replace(hint, groups=found.groups if hint.groups is None else hint.groups) == found
 
-    def _run(self, leaves: Sequence[Any]) -> Any:
+    def _run(self, leaves: Sequence[ArrayLike]) -> Any:
         check_is_outside()
         with compat.no_mesh():
             leaves = apart(leaves, self._consumed) if self._consumed else leaves
@@ -670,13 +671,13 @@ class Compiled:
             placed = self._placed(leaves)
             return self._result(leaves, placed, self._executor([*self._inputs.constants, *placed]))
 
-    def _timed_run(self, leaves: Sequence[Any], number: int) -> tuple[Any, Callable[[], RecordedTimes]]:
+    def _timed_run(self, leaves: Sequence[ArrayLike], number: int) -> tuple[Any, Callable[[], RecordedTimes]]:
         """A call, and when everything of this process ran."""
         placed = self._placed(leaves)
         results, rows = self._executor.timed([*self._inputs.constants, *placed], number)
         return self._result(leaves, placed, results), rows
 
-    def _placed(self, leaves: Sequence[Any]) -> list[dict[int, jax.Array]]:
+    def _placed(self, leaves: Sequence[ArrayLike]) -> list[dict[int, jax.Array]]:
         """Per flat argument, its array in each group that reads it."""
         if len(self._executor.ranks) == 1:
             return self._inputs.place(leaves)

@@ -481,7 +481,7 @@ def _shape(mesh: Mesh) -> Hashable:
     return mesh.axis_names, mesh.devices.shape, mesh.axis_types
 
 
-def _typed(aval: Any, mesh: Mesh) -> NamedSharding | None:
+def _typed(aval: compat.Aval, mesh: Mesh) -> NamedSharding | None:
     """The sharding that follows from a type alone: on one device, on Explicit axes, of scalars."""
     kind = compat.memory_kind(aval)
     if mesh.size == 1 or equations.size(aval) <= 1:
@@ -492,5 +492,5 @@ def _typed(aval: Any, mesh: Mesh) -> NamedSharding | None:
     return None
 
 
-def _spec(sharding: Any) -> Hashable:
+def _spec(sharding: NamedSharding | None) -> Hashable:
     return None if sharding is None else (str(shortest(sharding.spec)), memory_kind(sharding))

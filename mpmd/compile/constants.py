@@ -8,8 +8,8 @@ program with each call. A constant stays where floats are computed of it: XLA wo
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -36,7 +36,7 @@ class WithConstants(NamedTuple):
 
 def with_constants(programs: Sequence[compat.ClosedJaxpr]) -> list[WithConstants]:
     """Programs, with those constants as arguments in which some differ from others that they equal or hold."""
-    kinds: dict[Any, int] = {}
+    kinds: dict[Hashable, int] = {}
     outlines = [_Outline(closed.jaxpr, kinds) for closed in programs]
     sites = _differing(outlines)
     sites -= {site for outline in outlines for site in _unsafe(outline, sites)} if sites else sites
@@ -55,7 +55,7 @@ class _Outline:
       values: at each place where there are constants, these.
     """
 
-    def __init__(self, jaxpr: compat.Jaxpr, numbers: dict[Any, int]):
+    def __init__(self, jaxpr: compat.Jaxpr, numbers: dict[Hashable, int]):
         self.jaxpr = jaxpr
         self.kinds: list[int] = []
         self.constants: list[list[int]] = []
@@ -83,7 +83,7 @@ class _Outline:
 def _differing(outlines: Sequence[_Outline]) -> set[_Site]:
     """Where a program has other constants than one that it holds, or equals, but for them."""
     found: set[_Site] = set()
-    first_of: dict[Any, _Outline] = {}
+    first_of: dict[Hashable, _Outline] = {}
     for outline in outlines:
         first = first_of.setdefault(frozenset(outline.count.items()), outline)
         found.update(site for site, values in outline.values.items() if values != first.values[site])

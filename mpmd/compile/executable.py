@@ -6,7 +6,7 @@ import os
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -52,7 +52,7 @@ class Threads:
         self._progress.expect()
         return self.submit(work)
 
-    def submit(self, fun: Callable, *args: Any) -> Future:
+    def submit(self, fun: Callable, *args: object) -> Future:
         """`fun(*args)`, in a thread."""
         try:
             return self._pool.submit(fun, *args)
@@ -254,7 +254,7 @@ class Executable:
         """Takes and returns flat arrays; waits for the compilation."""
         return self.compiled.on(self.mesh)
 
-    def __call__(self, *arrays: Any) -> Any:
+    def __call__(self, *arrays: jax.Array) -> Sequence[jax.Array]:
         return self.call(*arrays)
 
     def start(self) -> None:
@@ -300,7 +300,7 @@ class Chain:
         self._calls = [program.on(mesh) for program in parts.programs]
         self._steps = list(zip(self._calls, parts.takes, strict=True))
 
-    def __call__(self, *args: Any):
+    def __call__(self, *args: jax.Array):
         values = list(args)
         for call, takes in self._steps:
             values += call(*[values[i] for i in takes])
@@ -323,7 +323,7 @@ class Chain:
         )
 
 
-def _typed_as(aval: Any, x: Any) -> Any:
+def _typed_as(aval: compat.Aval, x: jax.Array) -> jax.Array:
     """An argument in its type: `jit` gives it none beside Auto axes, and Explicit ones inside of `auto_axes`.
 
     XLA reports for a program of one device no axes of length 1, by which the value has its type.

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
 
 import scheduler
 from mpmd import _jax_compat as compat
@@ -80,7 +79,7 @@ class _Builder:
         self.nbytes: dict[str, int] = {}
         self.alive: set[tuple[Value, int]] = set()
 
-    def value(self, v: Any) -> Value:
+    def value(self, v: compat.Var) -> Value:
         value = Value(self.outline.names[v])
         self.nbytes[value.name] = equations.nbytes(v.aval)
         return value

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TextIO
 
 from scheduler.base.waiting import Line
 
@@ -16,7 +16,7 @@ class CompileProgress:
       patience_s: seconds until the line appears.
     """
 
-    def __init__(self, stream: Any = None, patience_s: float | None = None):
+    def __init__(self, stream: TextIO | None = None, patience_s: float | None = None):
         self._lock = threading.Lock()
         self._running: dict[str, None] = {}  # in the order in which they were begun
         self._num_expected = self._num_done = 0

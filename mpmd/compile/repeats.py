@@ -1,7 +1,7 @@
 """Finds runs of equations that programs have in common, such as the layers of stages that hold several of them."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -106,7 +106,7 @@ class BlockSite(NamedTuple):
         return [self.pattern.jaxpr.eqns[i] for i in sorted((*self.alike, *self.sums))]
 
     @property
-    def wanted(self) -> set[Any]:
+    def wanted(self) -> set[compat.Var]:
         """What other equations, or whoever calls the program, read."""
         own = {*self.alike, *self.sums}
         others = (e for i, e in enumerate(self.pattern.jaxpr.eqns) if i not in own)

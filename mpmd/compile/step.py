@@ -110,7 +110,7 @@ class StepPrograms:
         """The executables of `calls`."""
         return [executable for executable, _ in self.calls(instruction)]
 
-    def layout(self, v: Any) -> Layout:
+    def layout(self, v: compat.Var | compat.Literal) -> Layout:
         """The layout of a variable; literals are replicated."""
         return REPLICATED if isinstance(v, compat.Literal) else self.layouts.get(v, REPLICATED)
 
@@ -266,7 +266,7 @@ class _Layouts:
             layout = of_donor[0], compat.memory_kind(v.aval) or of_donor[1]
         return None if layout is None else fit(layout, mesh, v.aval.shape)
 
-    def record(self, atoms: Iterable[Any], shardings: Iterable[NamedSharding]) -> None:
+    def record(self, atoms: Iterable[compat.Var | compat.Literal], shardings: Iterable[NamedSharding]) -> None:
         """What an executable takes or gives; the first word counts."""
         for v, s in zip(atoms, shardings, strict=True):
             if not isinstance(v, compat.Literal):

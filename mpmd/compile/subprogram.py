@@ -13,7 +13,7 @@ import functools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
-from mpmd.tracing.new_equations import full_equations
+from mpmd.tracing.new_equations import Atom, full_equations
 
 
 class ReuseRule(NamedTuple):
@@ -168,7 +168,7 @@ class Pattern:
                 return None
         return here
 
-    def _match(self, inner: "Pattern", v: Any, w: Any, here: dict[Any, Any], taken: set[Any]) -> bool:
+    def _match(self, inner: "Pattern", v: Atom, w: Atom, here: dict[compat.Var, Atom], taken: set[Atom]) -> bool:
         """Records `w` for `v`, and so on upwards; nothing where something is not alike.
 
         Where only an open sum is not alike, `w` is what it would be with -0.0; its argument gets a variable of its own.
@@ -200,7 +200,7 @@ class Pattern:
                 waiting += zip(*above, strict=True)
         return True
 
-    def _pairs(self, inner: "Pattern", v: Any, w: Any) -> list[tuple[Any, Any]]:
+    def _pairs(self, inner: "Pattern", v: compat.Var, w: Atom) -> list[tuple[compat.Var, Atom]]:
         """What belongs together if `v` and `w` do: all results of their equations."""
         if isinstance(w, compat.Literal):
             return []
@@ -252,7 +252,7 @@ class Pattern:
 SUM = "add_any"
 
 
-def _has_minus_zero(aval: Any) -> bool:
+def _has_minus_zero(aval: compat.Aval) -> bool:
     return jax.dtypes.issubdtype(aval.dtype, np.floating) and aval.dtype.itemsize > 1
 
 
@@ -277,7 +277,7 @@ _MAX_COPIED = 1024
 _GIVING = frozenset(("broadcast_in_dim", "reshard"))
 
 
-def renamed_equations(eqns: Sequence[compat.JaxprEqn], names: Mapping[compat.Var, Any]) -> list[compat.JaxprEqn]:
+def renamed_equations(eqns: Sequence[compat.JaxprEqn], names: Mapping[compat.Var, Atom]) -> list[compat.JaxprEqn]:
     """Equations with other variables."""
     return [
         e.replace(invars=[compat.renamed(v, names) for v in e.invars], outvars=[names.get(v, v) for v in e.outvars])
@@ -285,7 +285,7 @@ def renamed_equations(eqns: Sequence[compat.JaxprEqn], names: Mapping[compat.Var
     ]
 
 
-def _piece(eqns: Sequence[compat.JaxprEqn], wanted: Sequence[Any]) -> Subprogram:
+def _piece(eqns: Sequence[compat.JaxprEqn], wanted: Sequence[Atom]) -> Subprogram:
     """What reads what it does not make, and writes what is wanted of it."""
     made = {v for e in eqns for v in equations.outputs(e)}
     writes = dict.fromkeys(v for v in wanted if v in made)

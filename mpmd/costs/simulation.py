@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from scheduler import Call, Program, Recv, Run, Send, Task, Value
 from scheduler.engine import blocked, run_until_blocked
@@ -54,7 +53,7 @@ class SimulatedStep:
 
 def simulate_program(
     program: Program,
-    duration: Callable[[int, Any], float],
+    duration: Callable[[int, Run | Call], float],
     transfer: Callable[[int, int, Value], float],
 ) -> SimulatedStep:
     """Runs a program on a clock.

@@ -10,11 +10,11 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
 from mpmd import _jax_compat as compat
+from mpmd.tracing.new_equations import Atom
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Rows:
         shape = getattr(aval, "shape", ())
         return self.axis < len(shape) and shape[self.axis] == self.bounds[-1]
 
-    def avals(self, aval: compat.Aval) -> list[Any]:
+    def avals(self, aval: compat.Aval) -> list[compat.Aval]:
         """The types of the pieces of an array."""
         return [with_rows(aval, self.axis, stop - start) for start, stop in self.ranges]
 
@@ -56,12 +56,12 @@ class Rows:
         return f"axis {self.axis} at {', '.join(map(str, self.bounds))}"
 
 
-def with_rows(aval: compat.Aval, axis: int, rows: int) -> Any:
+def with_rows(aval: compat.Aval, axis: int, rows: int) -> compat.Aval:
     """The type `aval` with another number of rows."""
     return aval.update(shape=(*aval.shape[:axis], rows, *aval.shape[axis + 1 :]))
 
 
-def cut(x: Any, rows: Rows) -> list[Any]:
+def cut(x: jax.Array, rows: Rows) -> list[jax.Array]:
     """The pieces of an array."""
     return [jax.lax.slice_in_dim(x, start, stop, axis=rows.axis) for start, stop in rows.ranges]
 
@@ -75,7 +75,7 @@ compat.mlir.register_lowering(
 )
 
 
-def _joined(*pieces: Any, rows: Rows) -> jax.Array:
+def _joined(*pieces: jax.Array, rows: Rows) -> jax.Array:
     return jax.lax.concatenate(pieces, rows.axis)
 
 
@@ -85,20 +85,22 @@ join_rows_p.def_abstract_eval(lambda *pieces, rows: with_rows(pieces[0], rows.ax
 compat.mlir.register_lowering(join_rows_p, compat.mlir.lower_fun(_joined, multiple_results=False))
 
 
-def split_eqn(like: compat.JaxprEqn, x: Any, rows: Rows) -> compat.JaxprEqn:
+def split_eqn(like: compat.JaxprEqn, x: Atom, rows: Rows) -> compat.JaxprEqn:
     """The equation that cuts `x`; `like` says where in the user's code it belongs."""
     return _eqn(like, split_rows_p, [x], [compat.Var(a) for a in rows.avals(x.aval)], {"rows": rows})
 
 
-def join_eqn(like: compat.JaxprEqn, pieces: Sequence[Any], rows: Rows, out: compat.Var) -> compat.JaxprEqn:
+def join_eqn(like: compat.JaxprEqn, pieces: Sequence[Atom], rows: Rows, out: compat.Var) -> compat.JaxprEqn:
     """The equation that makes `out` of its pieces."""
     return _eqn(like, join_rows_p, list(pieces), [out], {"rows": rows})
 
 
-def _eqn(like: compat.JaxprEqn, primitive: Any, invars: list, outvars: list, params: dict) -> compat.JaxprEqn:
+def _eqn(
+    like: compat.JaxprEqn, primitive: compat.Primitive, invars: list, outvars: list, params: dict
+) -> compat.JaxprEqn:
     return like.replace(primitive=primitive, invars=invars, outvars=outvars, params=params, effects=frozenset())
 
 
-def plain(eqn: compat.JaxprEqn) -> Callable[..., Any]:
+def plain(eqn: compat.JaxprEqn) -> Callable:
     """What a left-over `split_rows` or `join_rows` computes, as a function."""
     return functools.partial(_joined if eqn.primitive is join_rows_p else cut, rows=eqn.params["rows"])

@@ -6,7 +6,6 @@ Which values are cut, and how, is found before (`spread`). What cannot be done b
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -281,7 +280,7 @@ class Rewriter:
         """The jaxpr of an equation, on pieces."""
         return Rewriter(self._spread, self.joins).rewrite(jaxpr, in_rows, out_rows)
 
-    def on_pieces(self, eqn: compat.JaxprEqn, in_rows: Cut, out_rows: Cut, **params: Any) -> None:
+    def on_pieces(self, eqn: compat.JaxprEqn, in_rows: Cut, out_rows: Cut, **params: object) -> None:
         """Writes an equation with pieces of its operands and results, and other parameters."""
         invars = [x for v, r in zip(eqn.invars, in_rows, strict=True) for x in self._read(eqn, v, r)]
         outvars = [x for v, r in zip(eqn.outvars, out_rows, strict=True) for x in self._bind(v, r)]

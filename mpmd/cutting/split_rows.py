@@ -8,7 +8,6 @@ ones: `spread`; how: `rewrite_rows`). What cannot be done so reads the whole arr
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +17,7 @@ from mpmd.cutting.pieces import Rows, cut, join_rows_p, split_rows_p
 from mpmd.cutting.rewrite_rows import Cut, Rewriter, WholeStack
 from mpmd.cutting.sliced_stacks import sliced_stacks
 from mpmd.cutting.spread import Spread
+from mpmd.ops.lists import TreeDef
 from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.arguments import Hint
 from mpmd.tracing.new_equations import Atom
@@ -129,7 +129,7 @@ def _as_state(spread: Spread, v: Atom, state: Sequence[tuple[Atom, Atom]]) -> Ro
     return spread.of(argument)
 
 
-def _cut_constant(value: Any, rows: Rows | None) -> list[Any]:
+def _cut_constant(value: jax.Array | np.ndarray, rows: Rows | None) -> Sequence[jax.Array | np.ndarray]:
     if rows is None:
         return [value]
     if isinstance(value, np.ndarray):
@@ -137,7 +137,7 @@ def _cut_constant(value: Any, rows: Rows | None) -> list[Any]:
     return cut(value, rows)
 
 
-def _tree(tree: Any, rows: Cut) -> Any:
+def _tree(tree: TreeDef, rows: Cut) -> TreeDef:
     """The tree with a tuple of pieces in the place of each leaf that is cut."""
     leaves = [0 if r is None else (0,) * len(r.ranges) for r in rows]
     return jax.tree.structure(jax.tree.unflatten(tree, leaves))

@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax
 
@@ -184,9 +183,9 @@ def _mark(
     eqn: compat.JaxprEqn,
     mark: compat.JaxprEqn,
     kind: str,
-    carry: Sequence[Any],
+    carry: Sequence[Atom],
     sums: Collection[int],
-) -> list[Any]:
+) -> list[Atom]:
     """The carries behind a mark; sums do not cross it."""
     crossing = [i for i, v in enumerate(carry) if i not in sums and not isinstance(v, compat.Literal)]
     found = list(carry)

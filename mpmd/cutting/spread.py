@@ -8,7 +8,7 @@ bodies of loops and branches and out of them. Nothing is changed here.
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.cutting.pieces import Rows, join_rows_p, split_rows_p
@@ -52,7 +52,7 @@ class Spread:
         self.rows: dict[compat.Var, Rows] = {}
         self.opened: dict[int, Opened] = {}
         self.chopped: dict[int, Rows] = {}
-        self._kept: list[Any] = []  # an id is one's own only while its object lives
+        self._kept: list[object] = []  # an id is one's own only while its object lives
         self._factors: dict[int, list[Factor]] = {}
         self._has_grown = False
 

@@ -16,7 +16,7 @@ import jax
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
 from mpmd.graphs.kept import equations_between, fewest_bytes
-from mpmd.graphs.open_loops import OpenLoop, Operand, Stack, fresh_body
+from mpmd.graphs.open_loops import Carry, OpenLoop, Operand, Stack, fresh_body
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.tracing.new_equations import Atom, Equations, trace_equations
 
@@ -193,7 +193,7 @@ def _divided(eqns: Sequence[compat.JaxprEqn], urgent: Iterable[Atom], costs: Kep
 
 
 def _rest(
-    divided: _Divided, invars: Sequence[compat.Var], wanted: Sequence[Atom], costs: KeptBytes, own: Sequence[Any] = ()
+    divided: _Divided, invars: Sequence[compat.Var], wanted: Sequence[Atom], costs: KeptBytes, own: Sequence[Atom] = ()
 ) -> tuple[list[compat.JaxprEqn], list[compat.Var]]:
     """The equations that make `wanted` later, cheap ones again and then those of the rest; and what they read.
 
@@ -241,7 +241,7 @@ def _scan(eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBytes) -> Halve
     return Halves(_closed_scan(first), _closed_scan(second))
 
 
-def _needed_carries(carry: Sequence[Any], eqns: Sequence[compat.JaxprEqn], stacks: Sequence[Stack]) -> list[Any]:
+def _needed_carries(carry: Sequence[Carry], eqns: Sequence[compat.JaxprEqn], stacks: Sequence[Stack]) -> list[Carry]:
     """Of what a loop carries, what its results need."""
     needed = [c for c in carry if not isinstance(c.last, compat.DropVar)]
     while True:
@@ -340,7 +340,7 @@ def _slots(
     return slots
 
 
-def _zeros(eqn: compat.JaxprEqn, aval: Any) -> Equations:
+def _zeros(eqn: compat.JaxprEqn, aval: compat.Aval) -> Equations:
     """What a body hands out where only another one has a value."""
     with compat.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
         like = compat.abstract(aval, explicit_sharding(aval))
@@ -399,7 +399,7 @@ def _params(
     jaxprs: Sequence[compat.ClosedJaxpr],
     ins: Sequence[int | None],
     outs: Sequence[int | None],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The parameters that are others with other jaxprs. For each operand and each result, `ins` and `outs` have the
     position that this had, None for what is new.
     """
@@ -418,7 +418,7 @@ def _params(
             "out_layouts": _those(old["out_layouts"], outs, None),
         }
 
-    def specs(key: str, positions: Sequence[int | None], atoms: Sequence[Atom]) -> tuple[Any, ...]:
+    def specs(key: str, positions: Sequence[int | None], atoms: Sequence[Atom]) -> tuple[object, ...]:
         pairs = zip(positions, atoms, strict=True)
         return tuple(_outside(eqn, v.aval)[0] if i is None else old[key][i] for i, v in pairs)
 
@@ -438,7 +438,7 @@ def _bodies(eqn: compat.JaxprEqn) -> Sequence[compat.ClosedJaxpr]:
     return [eqn.params["jaxpr"] if eqn.primitive is compat.jit_p else compat.ClosedJaxpr(eqn.params["jaxpr"], ())]
 
 
-def _handed_out(eqn: compat.JaxprEqn, aval: Any) -> Any:
+def _handed_out(eqn: compat.JaxprEqn, aval: compat.Aval) -> compat.Aval | None:
     """The type of the result in which an inner value is handed out; None if there is none. Those of the devices of a
     `shard_map` stand along the first axis, which a scalar does not have.
     """
@@ -447,7 +447,7 @@ def _handed_out(eqn: compat.JaxprEqn, aval: Any) -> Any:
     return _outside(eqn, aval)[1] if aval.ndim else None
 
 
-def _outside(eqn: compat.JaxprEqn, aval: Any) -> tuple[Any, Any]:
+def _outside(eqn: compat.JaxprEqn, aval: compat.Aval) -> tuple[Any, Any]:
     with compat.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
         return compat.kept_in_shard_map(eqn, aval)
 

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax
+
 from mpmd.job import exits, processes
 from mpmd.job.expected import Awaited, Expected, Times
 from mpmd.job.verdict import STILL_S, Board, Wait
@@ -80,7 +82,7 @@ class Activity:
         self._line = "", 0.0  # and when it was found
         self.expected = Expected(self._times)
         self.callbacks = Callbacks()
-        self.cursors: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.cursors: weakref.WeakSet[Cursor] = weakref.WeakSet()
         self.samples = Samples()
         self.goes_on = False
         self.has_pace = False
@@ -131,7 +133,7 @@ class Activity:
         self._cursor = None
         self.say("idle")
 
-    def expect(self, array: Any, what: str, ranks: tuple[int, ...], number: int | None = None) -> None:
+    def expect(self, array: jax.Array, what: str, ranks: tuple[int, ...], number: int | None = None) -> None:
         """An array will come from `ranks`, or (none) was promised to another rank.
 
         Both sides know its number: so a value that was sent and did not arrive is found.

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from mpmd.job import exits, verdict
 from mpmd.job.activity import Activity
@@ -103,7 +102,7 @@ class BlackBox:
             return f"jax-mpmd: what each rank did last: python -m mpmd replay {self.folder}"
         return f"jax-mpmd: what this rank did last could not be written to {self.folder}"
 
-    def _pending(self) -> list[dict[str, Any]]:
+    def _pending(self) -> list[dict[str, object]]:
         """Values that have not come, and that were promised and are not computed."""
         return [{"what": one.what, "ranks": list(one.ranks)} for one in self._activity.expected.pending()]
 

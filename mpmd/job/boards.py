@@ -6,7 +6,7 @@ import json
 import pathlib
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from mpmd.job import processes, signs
@@ -175,7 +175,7 @@ def _verdict_of(text: str) -> tuple[int, str]:
     return rank, what
 
 
-def run_briefly(function: Any, limit_s: float) -> None:
+def run_briefly(function: Callable[[], object], limit_s: float) -> None:
     """Calls a function in a thread, and gives it so long: a call to the store may hang."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
@@ -202,7 +202,7 @@ class StatusFile:
         if self._path is None:
             return
         wait, now = board.wait, time.time()
-        data: dict[str, Any] = {
+        data: dict[str, object] = {
             k: getattr(board, k) for k in ("rank", "host", "pid", "phase", "step", "doing", "goes_on")
         }
         data["since"] = now - board.still_s

@@ -133,7 +133,7 @@ class SharedCalls:
             self._digests.popleft()
         self._compared = compared
 
-    def _set(self, name: str, data: Any) -> None:
+    def _set(self, name: str, data: object) -> None:
         self._store.key_value_set(f"{self._folder}/{name}", json.dumps(data), allow_overwrite=True)
 
     def _read(self, name: str) -> dict[int, Any]:

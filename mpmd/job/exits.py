@@ -7,8 +7,7 @@ import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 # Of a process that SIGTERM has ended after its step: another one takes its place.
 TOLD_TO_END = 128 + 15
@@ -21,7 +20,7 @@ class _Exit(SystemExit):
     noted: int | None = None
 
     @property
-    def code(self) -> Any:
+    def code(self) -> object:
         code = self.args[0]
         try:
             sys._getframe(1)
@@ -30,7 +29,7 @@ class _Exit(SystemExit):
         return code
 
     @code.setter
-    def code(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def code(self, value: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.args = (value,)
 
 
@@ -46,7 +45,7 @@ def note_exits() -> None:
     """Makes `sys.exit` leave its status for `exit_status`; Python tells it to nobody, not even to `atexit`."""
     plain = sys.exit
 
-    def exit(status: Any = None, /) -> None:
+    def exit(status: str | int | None = None, /) -> None:
         if threading.current_thread() is not threading.main_thread():
             plain(status)  # ends the thread, not the process
         raise _Exit(status)
@@ -108,7 +107,7 @@ def _user_line(lines: Sequence[str]) -> str:
     return ""
 
 
-def function_text(function: Any) -> str:
+def function_text(function: Callable) -> str:
     """A function's name and where it is defined: `load (/home/me/data.py:12)`."""
     function = inspect.unwrap(getattr(function, "func", function))
     code = getattr(function, "__code__", None)

@@ -9,7 +9,6 @@ import base64
 import json
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -34,14 +33,14 @@ class Gathers:
         self._job, self._needs_all = job, needs_all
         self._num_kept = 0
 
-    def allgather(self, x: Any, tiled: bool) -> np.ndarray | None:
+    def allgather(self, x: object, tiled: bool) -> np.ndarray | None:
         """As JAX's `process_allgather` of one array; None where a collective has to do it."""
         if (said := self._said_by_all([x])) is None:
             return None
         rows = [arrays[0] for arrays in said]
         return np.concatenate(rows) if tiled and rows[0].ndim else np.stack(rows)
 
-    def broadcast(self, leaves: Sequence[Any], is_source: bool) -> list[np.ndarray] | None:
+    def broadcast(self, leaves: Sequence[object], is_source: bool) -> list[np.ndarray] | None:
         """As JAX's `broadcast_one_to_all` of some arrays; None where a collective has to do it."""
         said = self._said_by_all([is_source, *leaves])
         if said is None:
@@ -52,7 +51,7 @@ class Gathers:
             return None
         return sources[0]
 
-    def _said_by_all(self, values: Sequence[Any]) -> list[list[np.ndarray]] | None:
+    def _said_by_all(self, values: Sequence[object]) -> list[list[np.ndarray]] | None:
         """The values of each rank; None if they are no small values of the host."""
         arrays = [x for x in map(_array, values) if x is not None]
         is_small = len(arrays) == len(values) and sum(x.nbytes for x in arrays) * self._job.num_ranks <= _MAX_NBYTES
@@ -83,7 +82,7 @@ class Gathers:
             return None
 
 
-def _array(value: Any) -> np.ndarray | None:
+def _array(value: object) -> np.ndarray | None:
     """A value with the type that a device gives it; None if it lies in several processes, or is no number."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return None

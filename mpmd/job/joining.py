@@ -8,7 +8,6 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import jax
 
@@ -293,6 +292,6 @@ def _slow_factor(environment: Mapping[str, str]) -> float | None:
     raise ValueError(f"mpmd.initialize: {pace.VARIABLE}={text!r}: expected a number above 1, in a job with --spares.")
 
 
-def _check_timeout(hang_timeout_s: Any) -> None:
+def _check_timeout(hang_timeout_s: object) -> None:
     if hang_timeout_s is not None and not (isinstance(hang_timeout_s, (int, float)) and hang_timeout_s >= 0):
         raise ValueError(f"mpmd.initialize: hang_timeout_s={hang_timeout_s!r}, expected seconds >= 0 or None.")

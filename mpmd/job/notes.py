@@ -7,10 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from scheduler.base.texts import type_text
+
+Values = Sequence[tuple[int, jax.Array | np.ndarray | None]]  # by position in the call
 
 _UNCOMPARED, _UNREAD = -1, -2  # the numbers of a value that is not compared, and of one that could not be read
 # Not every version of numpy tells type checkers that its arrays are buffers.
@@ -38,8 +41,8 @@ class Note:
     program: int = 0
     step: int = 0
     names: Sequence[str] = ()
-    types: Sequence[Any] = ()
-    values: Sequence[tuple[int, Any]] = ()
+    types: Sequence[ShapedArray | str] = ()
+    values: Values = ()
     makers: Sequence[int] = ()
     fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     structure: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -86,7 +89,7 @@ class Note:
         # Python hashes numbers, and tuples of these, alike in every process.
         return hash((zlib.crc32(self.did.encode()), self.program, *self.makers, *self.numbers))
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[object]:
         """Plain data, for the key-value store: what `disagreement` takes."""
         types = dict(zip(self.names, map(_type_text, self.types), strict=False))
         self.read()
@@ -121,13 +124,13 @@ def placed_text(x: Any) -> str:
     return f"{type_text(x.shape, x.dtype)}{where}"
 
 
-def _type_text(aval: Any) -> str:
+def _type_text(aval: ShapedArray | str) -> str:
     if isinstance(aval, str):
         return f"as {aval}"
     return "as " + aval.str_short() + " (weak type)" * getattr(aval, "weak_type", False)
 
 
-def _number(x: Any) -> int:
+def _number(x: jax.Array | np.ndarray | None) -> int:
     """Of an array of this process."""
     if x is None:
         return _UNCOMPARED

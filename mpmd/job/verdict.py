@@ -91,7 +91,7 @@ class Board:
     goes_on: bool = False
     pace: Pace | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain data, for the key-value store."""
         return dataclasses.asdict(self)
 

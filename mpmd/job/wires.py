@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import jax
 from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import Device
@@ -49,7 +50,7 @@ class Wire(Protocol):
         """Sends an array of this process under a number that is used once."""
         ...
 
-    def receive(self, number: int, shape: Sequence[int], dtype: Any, source: Device, target: Device) -> jax.Array:
+    def receive(self, number: int, shape: Sequence[int], dtype: DTypeLike, source: Device, target: Device) -> jax.Array:
         """What is sent under a number from `source` to `target`, a device of this process."""
         ...
 
@@ -79,7 +80,7 @@ class Member(Protocol):
 
 
 def receive_piece(
-    job: Member, number: int, shape: Sequence[int], dtype: Any, source: Device, target: Device, text: str
+    job: Member, number: int, shape: Sequence[int], dtype: DTypeLike, source: Device, target: Device, text: str
 ) -> jax.Array:
     """Receives a piece over the job's wire; the watchdog expects it from now on, under the name `text`."""
     data = job.wire.receive(number, shape, dtype, source, target)
@@ -135,7 +136,7 @@ class PullWire:
         """Lets the target's process pull `array`."""
         self._server.await_pull(number, [array])
 
-    def receive(self, number: int, shape: Sequence[int], dtype: Any, source: Device, target: Device) -> jax.Array:
+    def receive(self, number: int, shape: Sequence[int], dtype: DTypeLike, source: Device, target: Device) -> jax.Array:
         """Pulls what the source's process offers."""
         rank = source.process_index
         connection = self._connections.get(rank) or self.connect(rank)
@@ -179,7 +180,7 @@ class NoWire(PullWire):
 
 
 @functools.lru_cache(maxsize=4096)
-def _wanted(shape: tuple[int, ...], dtype: Any, device: Device) -> list[jax.ShapeDtypeStruct]:
+def _wanted(shape: tuple[int, ...], dtype: DTypeLike, device: Device) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))]
 
 
@@ -207,7 +208,7 @@ class PutWire:
             array = jax.device_put(array, SingleDeviceSharding(source))
         self._put(array, source, target, target)
 
-    def receive(self, number: int, shape: Sequence[int], dtype: Any, source: Device, target: Device) -> jax.Array:
+    def receive(self, number: int, shape: Sequence[int], dtype: DTypeLike, source: Device, target: Device) -> jax.Array:
         """Puts the source's array, of which this process has nothing, on the target."""
         self._check()
         return self._put(_away(tuple(shape), dtype, source), source, target, source)
@@ -238,7 +239,7 @@ class PutWire:
 
 
 @functools.lru_cache(maxsize=4096)
-def _away(shape: tuple[int, ...], dtype: Any, device: Device) -> jax.Array:
+def _away(shape: tuple[int, ...], dtype: DTypeLike, device: Device) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, SingleDeviceSharding(device), [], dtype=dtype)
 
 

@@ -4,7 +4,7 @@ import bisect
 import math
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # A program keeps the times of about so many instructions: of two steps at least, of `_MOST_STEPS` at most.
 _INSTRUCTIONS, _MOST_STEPS = 4096, 64
@@ -46,7 +46,7 @@ class Flight:
         times = self.times
         return max(0, bisect.bisect_left(times, True, key=lambda t: t == 0.0) - 1)
 
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self) -> list[dict[str, object]]:
         """What is kept, as plain data, the oldest step first: times, and the numbers of the instructions if they were
         not done in their order.
         """

@@ -29,7 +29,9 @@ def path_of(where: Path, rank: int, environment: Mapping[str, str]) -> Path:
     return rank_files.path_of(where, rank, rank_files.attempt_of(environment), _ENDING)
 
 
-def record_of(flight: Flight, name: str, program: Program, instructions: Iterable[tuple[int, str]]) -> dict[str, Any]:
+def record_of(
+    flight: Flight, name: str, program: Program, instructions: Iterable[tuple[int, str]]
+) -> dict[str, object]:
     """What a rank has to say of one program, as plain data; the program itself is under "plan".
 
     Args:
@@ -49,7 +51,7 @@ def write(
     why: str,
     programs: Iterable[dict[str, Any]],
     samples: Iterable[Sample] = (),
-    **about: Any,
+    **about: object,
 ) -> None:
     """Writes the file of a rank, and each program that it names unless it is there already.
 

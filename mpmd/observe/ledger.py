@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from mpmd.observe import pace, rank_files
 
@@ -98,7 +98,7 @@ class Ledger:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: Any = path.open("w", encoding="utf-8")
+        self._file: TextIO = path.open("w", encoding="utf-8")
         who = f"process {number} went, attempt {attempt}, on {socket.gethostname()}"
         begun = _clock_text(self._clock + self._at)
         self._file.write(f"# jax-mpmd: where the seconds of {who}; begun {begun}\n")

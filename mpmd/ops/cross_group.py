@@ -5,12 +5,13 @@ primitives that lower to plain JAX, so a step that uses them gives the same unde
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
@@ -82,7 +83,7 @@ def place_role(x: jax.Array, group: int) -> jax.Array:
     return place_p.bind(x, groups=_groups(group), of_role=True)
 
 
-def _groups(group: Any) -> Groups:
+def _groups(group: int | Iterable[int]) -> Groups:
     if isinstance(group, (int, np.integer)) and not isinstance(group, bool):
         return frozenset([int(group)])
     several: Any = group
@@ -95,7 +96,7 @@ def _groups(group: Any) -> Groups:
     return groups
 
 
-def _array(leaf: Any, name: str) -> jax.Array:
+def _array(leaf: ArrayLike, name: str) -> jax.Array:
     if isinstance(leaf, MpmdArray):
         raise StageError(
             f"{name}: got an MpmdArray, so it was called outside of the step.\n"
@@ -113,7 +114,7 @@ across_p = compat.Primitive("across")
 SMALL = 1 << 16
 
 
-def _combine(*parts: Any, kind: str):
+def _combine(*parts: jax.Array, kind: str):
     if kind == "stack":
         return jnp.stack(parts)
     total = parts[0]
@@ -122,16 +123,16 @@ def _combine(*parts: Any, kind: str):
     return total
 
 
-def _across_abstract_eval(*avals: compat.Aval, kind: Any):
+def _across_abstract_eval(*avals: compat.Aval, kind: str):
     return result_types(functools.partial(_combine, kind=kind), *avals)[0]
 
 
-def _across_jvp(primals: Any, tangents: Any, *, kind: Any):
+def _across_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, kind: str):
     tangents = [jnp.zeros_like(p) if type(t) is compat.ad.Zero else t for p, t in zip(primals, tangents, strict=True)]
     return across_p.bind(*primals, kind=kind), _combine(*tangents, kind=kind)
 
 
-def _across_batch(parts: Any, dims: Any, *, kind: Any):
+def _across_batch(parts: Sequence[jax.Array], dims: Sequence[int | None], *, kind: str):
     return jax.vmap(lambda *xs: _combine(*xs, kind=kind), in_axes=list(dims))(*parts), 0
 
 
@@ -217,7 +218,7 @@ def _parts(args: tuple[Any, ...]) -> list[Any]:
     return list(x) if isinstance(x, (list, tuple)) else [x]
 
 
-def _check_alike(name: str, parts: list[Any]) -> None:
+def _check_alike(name: str, parts: list[object]) -> None:
     def kind(part):
         return jax.tree.structure(part), [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(part)]
 
@@ -230,5 +231,5 @@ def _check_alike(name: str, parts: list[Any]) -> None:
             )
 
 
-def _shown(part: Any) -> str:
+def _shown(part: object) -> str:
     return str(jax.tree.map(lambda x: jax.typeof(x).str_short(short_dtypes=True), part)).replace("'", "")

@@ -4,7 +4,7 @@ A foreign program is one equation of the stage, a call that nothing can cut. It 
 group, so that it meets the group's own mesh and not the whole one that the step is traced on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -157,7 +157,7 @@ def _flat(exported: jax.export.Exported, name: str, remedy: str):
     return call
 
 
-def _run(*given: Any, exported: jax.export.Exported):
+def _run(*given: jax.Array, exported: jax.export.Exported):
     """The call by JAX's own rules, in the mesh that is current."""
     rest = iter(given)
     leaves = [np.zeros(a.shape, a.dtype) if a.dtype == jax.dtypes.float0 else next(rest) for a in exported.in_avals]
@@ -187,7 +187,7 @@ def _abstract_eval(*avals: compat.Aval, exported: jax.export.Exported, name: str
     return [_typed(x, spec) for x, spec in zip(shapes, specs, strict=True)], effects
 
 
-def _typed(x: Any, spec: PartitionSpec | None):
+def _typed(x: jax.ShapeDtypeStruct, spec: PartitionSpec | None):
     """The type of a result, with what of its spec is on Explicit axes of the current mesh."""
     mesh = compat.current_mesh()
     if not mesh.explicit_axes:
@@ -200,7 +200,7 @@ def _typed(x: Any, spec: PartitionSpec | None):
     return compat.shaped_array(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
 
 
-def _lowering(ctx: Any, *args: Any, exported: jax.export.Exported, name: str):
+def _lowering(ctx: object, *args: object, exported: jax.export.Exported, name: str):
     try:
         return compat.mlir.lower_fun(_run, multiple_results=True)(ctx, *args, exported=exported)
     except ValueError as e:
@@ -209,7 +209,7 @@ def _lowering(ctx: Any, *args: Any, exported: jax.export.Exported, name: str):
         ) from None
 
 
-def _batch(args: Any, dims: Any, *, exported: Any, name: Any):
+def _batch(args: Sequence[jax.Array], dims: Sequence[Any], *, exported: jax.export.Exported, name: str):
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     moving = [i for i, d in enumerate(dims) if d is not None]
 
@@ -225,7 +225,7 @@ def _batch(args: Any, dims: Any, *, exported: Any, name: Any):
 
 
 @foreign_p.def_impl
-def _impl(*args: Any, exported: Any, name: Any):
+def _impl(*args: jax.Array, exported: jax.export.Exported, name: str):
     return jax.jit(lambda *xs: foreign_p.bind(*xs, exported=exported, name=name))(*args)
 
 

@@ -17,6 +17,7 @@ from mpmd.errors import StageError
 from scheduler.base.texts import counted
 
 Path = tuple[Any, ...]  # JAX's keys, from `(args, kwargs)` to the list
+TreeDef = Any  # JAX's PyTreeDef, of which type checkers see a variable
 
 # What a step is traced with, `(args, kwargs)`; None outside of `mpmd.jit`.
 arguments: ContextVar[Any] = ContextVar("arguments", default=None)
@@ -115,7 +116,7 @@ class Microbatches(list):
 def _reading(name: str) -> Callable:
     method = getattr(list, name)
 
-    def read(self: Microbatches, *args: Any) -> Any:
+    def read(self: Microbatches, *args: object) -> object:
         self.check_is_plain()
         return method(self, *args)
 
@@ -153,18 +154,18 @@ class _AboutList:
         return "one for all of a list, which the jitted step takes"
 
     @property
-    def _key(self) -> Any:
+    def _key(self) -> tuple[Path, int | None]:
         return self.path, self.num_microbatches if self.is_counted else None
 
 
-def _flatten(xs: Microbatches) -> tuple[tuple, Any]:
+def _flatten(xs: Microbatches) -> tuple[tuple, _AboutList | None]:
     xs.check_is_plain()
     if xs.is_guarded:
         return (xs.plain,), None
     return (xs.one, xs.number, xs.plain), _AboutList(xs)
 
 
-def _flatten_with_keys(xs: Microbatches) -> tuple[tuple, Any]:
+def _flatten_with_keys(xs: Microbatches) -> tuple[tuple, _AboutList | None]:
     children, kept = _flatten(xs)
     keys = [_One(), jax.tree_util.GetAttrKey("number"), jax.tree_util.GetAttrKey("items")][-len(children) :]
     return tuple(zip(keys, children, strict=True)), kept
@@ -193,7 +194,7 @@ def of_arguments(tree: Any, paths: Iterable[Path]) -> Iterator[None]:
         arguments.reset(token)
 
 
-def numbers(tree: Any) -> set[int]:
+def numbers(tree: TreeDef) -> set[int]:
     """The positions, among the leaves of arguments, of how many microbatches there are."""
     found = jax.tree.unflatten(tree, range(tree.num_leaves))
     parts = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, Microbatches))
@@ -244,7 +245,7 @@ def found(xs: list) -> TakesList:
     return TakesList(path)
 
 
-def elements(xs: list) -> Iterator[tuple[list, Any]]:
+def elements(xs: list) -> Iterator[tuple[list, TreeDef]]:
     """The leaves and the structure of each microbatch.
 
     Raises:

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from mpmd.errors import StageError
+from mpmd.ops.lists import TreeDef
 from mpmd.ops.reductions import Add, Mean, Operation, broadcast_operation, is_number_or_array, output_leaves
 
 
@@ -23,12 +25,12 @@ class Means:
       operations: of what `sums` returns, once it has been called.
     """
 
-    def __init__(self, fun: Callable, operation: Any, weights: Callable | None, number: Any):
+    def __init__(self, fun: Callable, operation: Any, weights: Callable | None, number: int | jax.Array):
         self._fun, self._operation, self._weights, self._number = fun, operation, weights, number
         self.operations: list[Operation] = []
         self._is_mean: list[bool] = []
         self._dtypes: list[Any] = []
-        self._tree: Any = None
+        self._tree: TreeDef = None
 
     def sums(self, x: Any) -> list:
         """The leaves of `fun(x)`; those of means as what is to be summed, and last the weight of the microbatch."""
@@ -49,7 +51,7 @@ class Means:
         self._dtypes = [out.dtype if mean else None for out, mean in zip(outs, self._is_mean, strict=True)]
         return [*(_scaled(out, weight) if mean else out for out, mean in zip(outs, self._is_mean, strict=True)), weight]
 
-    def _to_sum(self, x: Any) -> Any:
+    def _to_sum(self, x: ArrayLike) -> jax.Array:
         x = jnp.asarray(x)
         return x.astype(np.int32) if x.dtype == np.bool_ else x
 

@@ -1,11 +1,11 @@
 """Checks that a batch has microbatches, all of them on one axis, and says what one of them looks like."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
+from mpmd import _jax_compat as compat
 from mpmd.arrays.specs import trimmed
 from mpmd.errors import StageError
 from mpmd.ops.reductions import explicit_sharding
@@ -14,7 +14,7 @@ from mpmd.ops.reductions import explicit_sharding
 _MAX_SHOWN = 4
 
 
-def check_microbatch_axis(names: list[str], leaves: list[Any], axis: Any) -> int:
+def check_microbatch_axis(names: list[str], leaves: list[jax.Array], axis: int) -> int:
     """The number of microbatches, if all leaves have an axis for them, whole on each device.
 
     Raises:
@@ -47,7 +47,7 @@ def check_microbatch_axis(names: list[str], leaves: list[Any], axis: Any) -> int
     return sizes[0]
 
 
-def _check_microbatches_are_whole(name: str, aval: Any, axis: int) -> None:
+def _check_microbatches_are_whole(name: str, aval: compat.Aval, axis: int) -> None:
     """On Explicit axes a microbatch cannot be taken out of an array that is sharded between microbatches."""
     sharding = explicit_sharding(aval)
     entry = None if sharding is None else sharding.spec[axis]
@@ -72,14 +72,14 @@ def may_be_of_shapes(error: Exception) -> bool:
     return (isinstance(error, kinds) and not isinstance(error, StageError)) or "Shape" in type(error).__name__
 
 
-def what_fun_sees(names: Sequence[str], leaves: Sequence[Any], sliced: Sequence[Any], axis: int) -> str:
+def what_fun_sees(names: Sequence[str], leaves: Sequence[jax.Array], sliced: Sequence[jax.Array], axis: int) -> str:
     """Which axis is gone where the user's function looks, for an error of shapes in it."""
     seen = [f"  {n} has shape {x.shape}: fun sees {y.shape}" for n, x, y in zip(names, leaves, sliced, strict=True)]
     more = [f"  … and {len(seen) - 4} more"] if len(seen) > 4 else []
     return "\n".join((f"treduce: axis {axis} of xs is the microbatch axis, which fun does not see.", *seen[:4], *more))
 
 
-def doubt_of(names: Sequence[str], types: Sequence[tuple[tuple[int, ...], Any]]) -> str | None:
+def doubt_of(names: Sequence[str], types: Sequence[tuple[tuple[int, ...], np.dtype]]) -> str | None:
     """What a microbatch looks like, if it looks like a row of a batch that was not divided into microbatches.
 
     A microbatch has rows, as the first axis of all that is in it; arrays of several ranks that share their first axis

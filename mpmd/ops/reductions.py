@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import AbstractValue
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
+from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
+from mpmd.ops.lists import TreeDef
 from mpmd.users_frame import users_frame
 
 
@@ -32,7 +35,7 @@ class Operation:
     Examples:
       >>> import jax.numpy as jnp, mpmd
       >>> class Product(mpmd.Operation):
-      ...     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
+      ...     def init(self, aval: jax.core.ShapedArray, num_microbatches: int) -> jax.Array:
       ...         return self.full(aval, 1)
       ...     def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
       ...         return acc * x
@@ -43,7 +46,7 @@ class Operation:
     reads_index = reads_number = True
     is_elementwise = has_parts = False
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: object):
         """What a base class says of its methods does not hold for others."""
         super().__init_subclass__(**kwargs)
         if {"init", "update", "finish"} & vars(cls).keys():
@@ -51,7 +54,7 @@ class Operation:
                 if name not in vars(cls):
                     setattr(cls, name, vars(Operation)[name])
 
-    def init(self, aval: Any, num_microbatches: int) -> jax.Array:
+    def init(self, aval: compat.Aval, num_microbatches: int) -> jax.Array:
         """The accumulator before the first microbatch; `aval` is the type of what `fun` returns."""
         return self.full(aval, 0)
 
@@ -64,7 +67,9 @@ class Operation:
         return acc
 
     @staticmethod
-    def full(aval: Any, value: Any, shape: Sequence[int] | None = None, dtype: DTypeLike | None = None) -> jax.Array:
+    def full(
+        aval: compat.Aval, value: ArrayLike, shape: Sequence[int] | None = None, dtype: DTypeLike | None = None
+    ) -> jax.Array:
         """An array of one value, by default of the shape and dtype of `aval`, sharded like it on Explicit axes.
 
         A shape with more axes has them in front.
@@ -115,7 +120,7 @@ class Mean(Add):
     reads_index = False
     reads_number = is_elementwise = has_parts = True
 
-    def init(self, aval: Any, num_microbatches: int) -> jax.Array:
+    def init(self, aval: compat.Aval, num_microbatches: int) -> jax.Array:
         return self.full(aval, 0, dtype=np.int32 if aval.dtype == np.bool_ else None)
 
     def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
@@ -135,7 +140,7 @@ class Max(Operation):
     reads_index = reads_number = False
     is_elementwise = has_parts = True
 
-    def init(self, aval: Any, num_microbatches: int) -> jax.Array:
+    def init(self, aval: compat.Aval, num_microbatches: int) -> jax.Array:
         return self.full(aval, _extreme(aval.dtype, lowest=True))
 
     def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
@@ -148,7 +153,7 @@ class Min(Operation):
     reads_index = reads_number = False
     is_elementwise = has_parts = True
 
-    def init(self, aval: Any, num_microbatches: int) -> jax.Array:
+    def init(self, aval: compat.Aval, num_microbatches: int) -> jax.Array:
         return self.full(aval, _extreme(aval.dtype, lowest=False))
 
     def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
@@ -165,7 +170,7 @@ class Concat(Operation):
     def __init__(self, axis: int = 0):
         self.axis = axis
 
-    def init(self, aval: Any, num_microbatches: int) -> jax.Array:
+    def init(self, aval: compat.Aval, num_microbatches: int) -> jax.Array:
         axis = self._axis(len(aval.shape))
         return _full(aval, 0, (*aval.shape[:axis], num_microbatches, *aval.shape[axis:]), [axis])
 
@@ -182,13 +187,13 @@ class Concat(Operation):
             ) from None
 
 
-def explicit_sharding(aval: Any) -> NamedSharding | None:
+def explicit_sharding(aval: AbstractValue) -> NamedSharding | None:
     """The sharding that is part of a type (None on a mesh without Explicit axes)."""
     sharding = getattr(aval, "sharding", None)
     return None if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto else sharding
 
 
-def result_types(fun: Callable, *avals: Any) -> list:
+def result_types(fun: Callable, *avals: compat.Aval | jax.ShapeDtypeStruct) -> list:
     """The types of what `fun` returns, with their shardings: `jax.eval_shape` leaves these out on a mesh of Auto and
     Explicit axes.
     """
@@ -196,7 +201,7 @@ def result_types(fun: Callable, *avals: Any) -> list:
 
 
 def _full(
-    aval: Any, value: Any, shape: Sequence[int], new_axes: Iterable[int], dtype: DTypeLike | None = None
+    aval: compat.Aval, value: ArrayLike, shape: Sequence[int], new_axes: Iterable[int], dtype: DTypeLike | None = None
 ) -> jax.Array:
     """An array of one value, sharded on Explicit axes like `aval`, and not at all along axes that are new."""
     dtype = dtype or aval.dtype
@@ -211,7 +216,7 @@ def _full(
     return lax.full(shape, value, dtype, sharding=NamedSharding(sharding.mesh, spec))
 
 
-def _extreme(dtype: DTypeLike, lowest: bool) -> Any:
+def _extreme(dtype: DTypeLike, lowest: bool) -> float:
     if dtype == np.bool_:
         return not lowest
     if jnp.issubdtype(dtype, jnp.integer):
@@ -225,16 +230,16 @@ def _extreme(dtype: DTypeLike, lowest: bool) -> Any:
 # --- what a user passes ---------------------------------------------------------------------------
 
 
-def _is_operation(x: Any) -> bool:
+def _is_operation(x: object) -> bool:
     return isinstance(x, (type, Operation))
 
 
-def is_number_or_array(x: Any) -> bool:
+def is_number_or_array(x: object) -> bool:
     """Whether it is what JAX computes with."""
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
-def output_leaves(outs: Any, name: str) -> tuple[list, Any]:
+def output_leaves(outs: Any, name: str) -> tuple[list, TreeDef]:
     """The leaves of what a loop's function returns, and their structure.
 
     Raises:
@@ -250,7 +255,7 @@ def output_leaves(outs: Any, name: str) -> tuple[list, Any]:
     return [x for _, x in found], tree
 
 
-def broadcast_operation(operation: Any, out_tree: Any, name: str) -> tuple[Any, ...]:
+def broadcast_operation(operation: Any, out_tree: TreeDef, name: str) -> tuple[Any, ...]:
     """The operation of each output, from a pytree prefix; each class becomes one instance."""
     out = jax.tree.unflatten(out_tree, list(range(out_tree.num_leaves)))
     try:
@@ -264,7 +269,7 @@ def broadcast_operation(operation: Any, out_tree: Any, name: str) -> tuple[Any, 
     return tuple(made[id(op)] for op in found)
 
 
-def check_operations(operations: Sequence[Any], out_avals: Sequence[Any], name: str) -> None:
+def check_operations(operations: Sequence[object], out_avals: Sequence[compat.Aval], name: str) -> None:
     """Raises a StageError for what is no operation, and for what an operation cannot reduce."""
     for op, aval in zip(operations, out_avals, strict=True):
         if not isinstance(op, Operation):
@@ -294,7 +299,7 @@ def check_operations(operations: Sequence[Any], out_avals: Sequence[Any], name: 
             )
 
 
-def check_alike(first: Sequence[Any], others: Sequence[Any], operations: Sequence[Operation]) -> None:
+def check_alike(first: Sequence[compat.Aval], others: Sequence[compat.Aval], operations: Sequence[Operation]) -> None:
     """Raises a StageError where two microbatches of a list have outputs of different types."""
     for one, other, op in zip(first, others, operations, strict=True):
         if (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -305,7 +310,7 @@ def check_alike(first: Sequence[Any], others: Sequence[Any], operations: Sequenc
             )
 
 
-def _check_accumulator(op: Operation, aval: Any, name: str) -> None:
+def _check_accumulator(op: Operation, aval: compat.Aval, name: str) -> None:
     """An operation of one's own keeps the type of its accumulator."""
     if type(op).__module__ == __name__:
         return

@@ -9,7 +9,7 @@ import numpy as np
 from mpmd import _jax_compat as compat
 from mpmd.ops.stage_end import RoleEnd, end_of_role
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 RoleTable = Mapping[str, tuple[int, ...]]
 
 
@@ -65,7 +65,7 @@ def role(name: str) -> Callable[[F], F]:
     return decorator
 
 
-def checked_table(roles: Mapping[str, Any] | None, num_groups: int) -> RoleTable:
+def checked_table(roles: Mapping[str, int | Sequence[int]] | None, num_groups: int) -> RoleTable:
     """The user's table, with a tuple of groups for each name.
 
     Raises:
@@ -89,7 +89,7 @@ def checked_table(roles: Mapping[str, Any] | None, num_groups: int) -> RoleTable
     return found
 
 
-def _is_group(group: Any, num_groups: int) -> bool:
+def _is_group(group: object, num_groups: int) -> bool:
     return isinstance(group, (int, np.integer)) and not isinstance(group, bool) and int(group) in range(num_groups)
 
 

@@ -130,7 +130,7 @@ compat.mlir.register_lowering(mark_p, lambda ctx, *xs, **_: list(xs))
 compat.batching.primitive_batchers[mark_p] = lambda xs, dims, **params: (mark_p.bind(*xs, **params), dims)
 
 
-def _mark_jvp(primals: Any, tangents: Any, *, kind: Any, **params: Any):
+def _mark_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, kind: str, **params: object):
     outs = mark_p.bind(*primals, kind=kind, **params)
     moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero and t.dtype != jax.dtypes.float0]
     tangents_out = [compat.ad.Zero(jax.typeof(t)) if type(t) is not compat.ad.Zero else t for t in tangents]
@@ -141,7 +141,7 @@ def _mark_jvp(primals: Any, tangents: Any, *, kind: Any, **params: Any):
     return outs, tangents_out
 
 
-def _mark_transpose(cts: Any, *xs: Any, kind: Any, **params: Any):
+def _mark_transpose(cts: Sequence[jax.Array | compat.ad.Zero], *xs: object, kind: str, **params: object):
     if all(type(ct) is compat.ad.Zero for ct in cts):
         return cts
     cts = [compat.ad.instantiate_zeros(ct) for ct in cts]
@@ -152,7 +152,7 @@ compat.ad.primitive_jvps[mark_p] = _mark_jvp
 compat.ad.primitive_transposes[mark_p] = _mark_transpose
 
 
-def boundaries(marks: Sequence[Mapping[str, Any]]) -> list[int]:
+def boundaries(marks: Sequence[Mapping[str, object]]) -> list[int]:
     """For each mark, by its parameters and in the order of the text, the number of the forward mark that it belongs to.
 
     Marks from a cached inner jaxpr share an id: backward ones then pair with forward ones from the last to the first,
@@ -163,7 +163,7 @@ def boundaries(marks: Sequence[Mapping[str, Any]]) -> list[int]:
     for number, mark in enumerate(forward):
         by_id[mark].append(number)
     alike = Counter((mark["kind"], mark["id"]) for mark in marks)
-    seen: Counter[tuple[str, object]] = Counter()
+    seen: Counter[tuple[object, object]] = Counter()
     found = []
     for mark in marks:
         kind, numbers = (mark["kind"], mark["id"]), by_id[mark["id"]]

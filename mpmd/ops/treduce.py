@@ -190,7 +190,7 @@ def _treduce_list(
     return means.of(_treduce(take, xs.num_microbatches, schedule, means.operations, cuts, "treduce", of=xs))
 
 
-def _whole(x: Any, index: Any) -> jax.Array:
+def _whole(x: jax.Array, index: jax.Array) -> jax.Array:
     """All of a microbatch's array, as a slice that begins at the index: what depends on it is not made before the loop.
 
     XLA drops such a slice: it begins at 0, wherever it is said to begin.
@@ -204,7 +204,7 @@ def _plain_list(fun: Callable, xs: list, operation: Any, weights: Callable | Non
     """The plain loop over a list; `fun` is traced once for each distinct shape."""
     # In a pipelined step the number belongs to the call: here, too, XLA must not divide by a constant.
     means = Means(fun, operation, weights, lax.optimization_barrier(jnp.int32(len(xs))))
-    runs: dict[Any, Callable] = {}
+    runs: dict[tuple, Callable] = {}
     first: list = []
     accs: list = []
     for i, (leaves, treedef) in enumerate(lists.elements(xs)):
@@ -221,7 +221,7 @@ def _plain_list(fun: Callable, xs: list, operation: Any, weights: Callable | Non
     return means.of([op.finish(acc, len(xs)) for op, acc in zip(means.operations, accs, strict=True)])
 
 
-def _run_of(means: Means, leaves: list, treedef: Any) -> tuple[Callable, list]:
+def _run_of(means: Means, leaves: list, treedef: lists.TreeDef) -> tuple[Callable, list]:
     """From accumulators to those after a microbatch, traced for the shapes of its leaves, and the types of its outputs.
 
     Stage ends mark nothing in it.
@@ -267,16 +267,16 @@ def treduce_i(
     return _treduce(fun, int(n), schedule, operation, cuts, "treduce_i")
 
 
-def _slice(x: Any, index: Any, axis: int) -> jax.Array:
+def _slice(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
     return lax.squeeze(lax.dynamic_slice_in_dim(x, index, 1, axis, allow_negative_indices=False), (axis,))
 
 
 def _treduce(
     take: Callable,
     num_microbatches: int,
-    schedule: Any,
+    schedule: Schedule | str | None,
     operation: Any,
-    cuts: Any,
+    cuts: Sequence[int] | None,
     name: str,
     doubt: str | None = None,
     of: Microbatches | None = None,
@@ -291,7 +291,7 @@ def _treduce(
     cuts = _checked_cuts(cuts, schedule, name)
     if compat.setting("jax_disable_jit"):
         return _eager_loop(take, num_microbatches, operation, name)
-    out_tree: Any = None
+    out_tree: lists.TreeDef = None
     frozen: dict[int, np.ndarray] = {}
 
     def flat(index):
@@ -378,7 +378,7 @@ def _eager_loop(take: Callable, num_microbatches: int, operation: Any, name: str
     """The loop under `jax.disable_jit`: `take` sees the values of each microbatch in turn."""
     accs: list = []
     operations: tuple = ()
-    tree: Any = None
+    tree: lists.TreeDef = None
     for i in range(num_microbatches):
         leaves, tree = output_leaves(take(jnp.int32(i)), name)
         leaves = [x if _is_float0(x) else jnp.asarray(x) for x in leaves]
@@ -398,17 +398,17 @@ def _eager_loop(take: Callable, num_microbatches: int, operation: Any, name: str
     return jax.tree.unflatten(tree, done)
 
 
-def _check_fun(fun: Any, name: str) -> None:
+def _check_fun(fun: object, name: str) -> None:
     if not callable(fun):
         first = "a microbatch" if name == "treduce" else "its index"
         raise StageError(f"{name}: fun is a {type(fun).__name__}. Pass a function of {first} first: {name}(fun, ...).")
 
 
-def _is_float0(x: Any) -> bool:
+def _is_float0(x: object) -> bool:
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
-def _check_schedule(schedule: Any, name: str) -> None:
+def _check_schedule(schedule: object, name: str) -> None:
     if isinstance(schedule, str):
         try:
             catalogue.find(schedule)
@@ -423,7 +423,7 @@ def _check_schedule(schedule: Any, name: str) -> None:
         )
 
 
-def _checked_cuts(cuts: Any, schedule: Any, name: str) -> tuple[int, ...] | None:
+def _checked_cuts(cuts: object, schedule: Any, name: str) -> tuple[int, ...] | None:
     """The user's cuts as a tuple, if they can be cuts of a model at all; its marks are not known yet."""
     if cuts is None:
         return None
@@ -445,7 +445,7 @@ def _checked_cuts(cuts: Any, schedule: Any, name: str) -> tuple[int, ...] | None
     return tuple(map(int, cuts))
 
 
-def scan_loop(*consts: Any, jaxpr: compat.ClosedJaxpr, info: LoopInfo) -> list[jax.Array]:
+def scan_loop(*consts: jax.Array, jaxpr: compat.ClosedJaxpr, info: LoopInfo) -> list[jax.Array]:
     """The loop as plain JAX: what pipelined runs are compared with."""
     run = compat.jaxpr_as_fun(jaxpr)
     return _reduced(lambda index: run(*consts, index), info.operations, jaxpr.out_avals, info.num_microbatches)
@@ -477,7 +477,7 @@ def _treduce_abstract_eval(*avals: compat.Aval, jaxpr: compat.ClosedJaxpr, info:
     return [types[kind] for kind in kinds], jaxpr.effects
 
 
-def _treduce_jvp(primals: Any, tangents: Any, *, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
+def _treduce_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
     moving = [i for i, t in enumerate(tangents) if type(t) is not compat.ad.Zero]
 
     def run(*some):
@@ -489,7 +489,7 @@ def _treduce_jvp(primals: Any, tangents: Any, *, jaxpr: compat.ClosedJaxpr, info
     return jax.jvp(run, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
-def _treduce_batch(args: Any, dims: Any, *, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
+def _treduce_batch(args: Sequence[jax.Array], dims: Sequence[int | None], *, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
     outs = jax.vmap(functools.partial(scan_loop, jaxpr=jaxpr, info=info), in_axes=list(dims))(*args)
     return outs, [0] * len(outs)
 
@@ -503,7 +503,7 @@ def _treduce_without_unused(used: Sequence[bool], eqn: compat.JaxprEqn) -> tuple
 
 
 @treduce_p.def_impl
-def _treduce_impl(*args: Any, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
+def _treduce_impl(*args: jax.Array, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
     start = time.monotonic()
     reduced = jax.jit(functools.partial(scan_loop, jaxpr=jaxpr, info=info))(*args)
     if (took_s := time.monotonic() - start) > _SLOW_S:

@@ -8,12 +8,13 @@ import dataclasses
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
@@ -102,10 +103,10 @@ class _Outputs:
         self.accumulators: list[Accumulator] = []
         self.after: list[compat.JaxprEqn] = []
         self._joins = Joins(body) if split else None
-        self._types: dict[tuple[Operation, Any], Any] = {}  # of accumulators
+        self._types: dict[tuple[Operation, compat.Aval], compat.Aval] = {}  # of accumulators
         self._steps: _Steps = {}
-        self._appended: dict[Any, Atom] = {}
-        self._shared: dict[Any, compat.Var] = {}  # accumulators of what several outputs are made of
+        self._appended: dict[Hashable, Atom] = {}
+        self._shared: dict[Hashable, compat.Var] = {}  # accumulators of what several outputs are made of
         self._readers: dict[Atom, list[Node | None]] = defaultdict(list)
         for node in body.nodes:
             for v in node.inputs:
@@ -284,7 +285,7 @@ def _linear_steps(body: Body, eqn: compat.JaxprEqn, result: int, of_a_list: bool
             return lax.pad(x, np.zeros((), x.dtype), [(low, high, 0) for low, high in around])
         values = dict(zip(operands, given, strict=True))
 
-        def value(i: int, v: Atom) -> Any:
+        def value(i: int, v: Atom) -> ArrayLike:
             if i in summands:
                 return x if i == position else lax.full(v.aval.shape, 0, x.dtype, sharding=explicit_sharding(v.aval))
             return v.val if isinstance(v, compat.Literal) else values[v]
@@ -374,7 +375,7 @@ def _same_every_time(
         acc = functools.partial(operation.init, value.aval, num_microbatches)
         return _bound(lambda: operation.finish(acc(), num_microbatches), [], result)
 
-    def repeat(x: jax.Array) -> Any:
+    def repeat(x: jax.Array) -> jax.Array:
         start = operation.init(jax.typeof(x), num_microbatches)
         acc = jax.lax.fori_loop(0, num_microbatches, lambda i, acc: operation.update(acc, x, i), start)
         return operation.finish(acc, num_microbatches)

@@ -84,7 +84,7 @@ class Joins:
 
 def _reduced(
     jaxpr: compat.ClosedJaxpr, num_parts: int, operation: Operation, num_microbatches: int, *given: jax.Array
-) -> Any:
+) -> jax.Array:
     """The output of the loop, from the stacked parts and the operands.
 
     Args:

@@ -13,7 +13,6 @@ run together before the next transfer (`levels`); and the outline (`assemble`).
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
@@ -138,7 +137,7 @@ def with_microbatches(outline: Outline, numbers: Mapping[int, int]) -> Outline:
     return with_changes(outline, {number: {"num_microbatches": count} for number, count in numbers.items()})
 
 
-def with_changes(outline: Outline, changes: Mapping[int, Mapping[str, Any]]) -> Outline:
+def with_changes(outline: Outline, changes: Mapping[int, Mapping[str, object]]) -> Outline:
     """A step whose loops have another number of microbatches, or schedule of the same stages and kinds of tasks, by the
     number of the loop.
     """

@@ -357,7 +357,7 @@ class _Sums:
     def _call(
         self,
         eqn: compat.JaxprEqn,
-        changes: Mapping[str, Any],
+        changes: Mapping[str, object],
         operands: Sequence[Atom],
         found: Sequence[Partial | None],
         stacked: int | None = None,

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.mesh import Device, MpmdMesh
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.collectives import Collective
 from mpmd.costs.machine import Machine
@@ -270,7 +270,7 @@ def _loop_plan(loop: Loop, step: SimulatedStep, shares: Shares) -> LoopPlan:
 
 def _streams(mesh: MpmdMesh) -> list[tuple[int, ...]]:
     """The groups of each device; devices of the same groups once."""
-    groups: dict[Any, tuple[int, ...]] = {}
+    groups: dict[Device, tuple[int, ...]] = {}
     for g, group in enumerate(mesh.groups):
         for device in group.devices.flat:
             groups[device] = (*groups.get(device, ()), g)

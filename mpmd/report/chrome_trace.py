@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from mpmd.observe.records import Ran
 from mpmd.report.steps import Step
@@ -22,7 +21,7 @@ def to_chrome_trace(
 
 def _events(
     steps: Sequence[Step], ranks_of: Sequence[Sequence[int]], shapes: Mapping[int, Sequence[str]]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     first = min((s.start for s in steps), default=0.0)
     ranks = sorted({r for ranks in ranks_of for r in ranks})
     per_rank = 1 + len(ranks_of)
@@ -49,8 +48,8 @@ def _events(
             yield {**common, "ph": "e", "ts": max(_micros(m.start - first), _micros(m.end - first))}
 
 
-def _run_events(r: Ran, step: int, first: float, host: int, more: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    args: dict[str, Any] = {"step": step, "program": r.name, **more}
+def _run_events(r: Ran, step: int, first: float, host: int, more: Mapping[str, str]) -> Iterator[dict[str, object]]:
+    args: dict[str, object] = {"step": step, "program": r.name, **more}
     if r.tasks:
         task = r.tasks[0]
         args |= {"stage": task.stage, "kind": "+".join(t.kind for t in r.tasks), "microbatch": task.microbatch}
@@ -64,7 +63,7 @@ def _run_events(r: Ran, step: int, first: float, host: int, more: Mapping[str, s
         }  # fmt: skip
 
 
-def _named(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+def _named(what: str, pid: int, tid: int, **args: object) -> dict[str, object]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 

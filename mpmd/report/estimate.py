@@ -6,7 +6,7 @@ follow from the lifetimes of what fusion would not make disappear.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -76,7 +76,9 @@ def draft_of(outline: Outline, mesh: MpmdMesh, in_layouts: Sequence[Layout | Non
     return Draft(program, Sizes(outline, mesh, layouts), temporaries)
 
 
-def _temporaries(eqns: Sequence[compat.JaxprEqn], results: Iterable[Any], sharded: ShardedAxes) -> int:
+def _temporaries(
+    eqns: Sequence[compat.JaxprEqn], results: Iterable[compat.Var | compat.Literal], sharded: ShardedAxes
+) -> int:
     """The most bytes that an executable holds at once on each device, beside its arguments and results."""
     made = {v: eqn for eqn in eqns for v in equations.outputs(eqn)}
     stored = {v for v, eqn in made.items() if _is_stored(eqn)}

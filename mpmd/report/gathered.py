@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mpmd.compile.executable import Executable
 from mpmd.compile.step import StepPrograms
@@ -23,7 +22,7 @@ def profile_of(
     job: Job | None,
     ranks: Sequence[int],
     rows: Sequence[RecordedTimes],
-    result: Any,
+    result: object,
 ) -> Profile:
     """The profile of some steps, the same in all of `ranks`, which call this together.
 

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from mpmd.compile.step import StepPrograms
 from mpmd.graphs import equations
@@ -321,7 +320,7 @@ def _against(facts: Facts) -> Iterator[str]:
 
 def _device_peak(facts: Facts, group: int) -> int:
     """The most bytes that a device of a group has used, where it counts them."""
-    device: Any = facts.programs.mesh.groups[group].devices.flat[0]
+    device = facts.programs.mesh.groups[group].devices.flat[0]
     if facts.profile is None or facts.programs.mesh.is_described:
         return 0
     return int((device.memory_stats() or {}).get("peak_bytes_in_use", 0))

@@ -117,7 +117,7 @@ def _saved(loop: Loop, operations: Mapping[str, Any]) -> float:
     return max(0.0, 1 - best / now)
 
 
-def _operations(program: LoopProgram) -> dict[str, Any]:
+def _operations(program: LoopProgram) -> dict[str, tuple[float, ...]]:
     """Operations of each stage's tasks, as `Costs` takes seconds."""
     found: dict[str, list[float]] = {kind: [0.0] * len(program.loop.schedule.placement) for kind in "FBIWR"}
     for place, task in program.tasks.items():

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator
-from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -118,7 +117,7 @@ def _axes_inside(jaxpr: compat.Jaxpr) -> Iterator[str]:
             yield from _axes_inside(inner)
 
 
-def _axes_of(sharding: Any, without: Collection[int] = ()) -> Iterator[str]:
+def _axes_of(sharding: object, without: Collection[int] = ()) -> Iterator[str]:
     """The mesh axes that a sharding names, but for some axes of the array."""
     if isinstance(sharding, NamedSharding):
         yield from sharding.spec.unreduced  # each device holds a sum over its own rows

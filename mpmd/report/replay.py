@@ -75,10 +75,10 @@ def _guilty(records: Mapping[int, Record]) -> int | None:
     return max(sorted(set(named)), key=named.count) if named else None
 
 
-def _boards(records: Mapping[int, Record]) -> dict[int, dict[str, Any]]:
+def _boards(records: Mapping[int, Record]) -> dict[int, Record]:
     """Per rank, what was known of it last: by its own record, else by whoever had heard of it latest."""
     telling = _telling(records)
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, Record] = {}
     for rank, record in telling.items():
         for key, view in record.get("views", {}).items():
             other = int(key)
@@ -92,7 +92,7 @@ def _boards(records: Mapping[int, Record]) -> dict[int, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def _last_wait(record: Record) -> dict[str, Any] | None:
+def _last_wait(record: Record) -> Record | None:
     """What a rank waited for until shortly before its record: when one rank ends, what comes from it fails."""
     for first, last, *_, what, ranks in reversed(record["samples"]):
         if last < record["now"] - _SHORTLY_S:
@@ -102,7 +102,7 @@ def _last_wait(record: Record) -> dict[str, Any] | None:
     return None
 
 
-def _table(records: Mapping[int, Record], boards: Mapping[int, dict[str, Any]]) -> list[str]:
+def _table(records: Mapping[int, Record], boards: Mapping[int, Record]) -> list[str]:
     rows: list[tuple[str, ...]] = [
         ("rank", "step", "last instruction", "seconds ago", "then", "waits for", "from", "seconds")
     ]
@@ -170,7 +170,7 @@ def _checked(name: str, program: Program) -> str:
     )
 
 
-def _chain(boards: Mapping[int, dict[str, Any]], guilty: int | None) -> Iterator[str]:
+def _chain(boards: Mapping[int, Record], guilty: int | None) -> Iterator[str]:
     """Who waited for whom, from the one that waited longest."""
     waits = {r: v["board"]["wait"] for r, v in boards.items() if v["board"].get("wait")}
     waits = {r: w for r, w in waits.items() if w["ranks"] and (w["for_s"] > _SHORT_S or guilty in w["ranks"])}
@@ -197,9 +197,7 @@ def _chain(boards: Mapping[int, dict[str, Any]], guilty: int | None) -> Iterator
         yield f"rank {rank} {what} ({at}; nothing moved there for {view['still_s']:.1f} s)"
 
 
-def _simulated(
-    program: Program, ranks: list[list[int]], boards: Mapping[int, dict[str, Any]], guilty: int
-) -> Iterator[str]:
+def _simulated(program: Program, ranks: list[list[int]], boards: Mapping[int, Record], guilty: int) -> Iterator[str]:
     """Runs the program with the guilty rank's groups stopped where others waited for them."""
     waits = {r: v["board"]["wait"] for r, v in boards.items() if v["board"].get("wait")}
     own = [g for g, members in enumerate(ranks) if guilty in members]

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,8 @@ from jax.sharding import SingleDeviceSharding
 
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
+from mpmd.arrays.mesh import Device
+from mpmd.arrays.sharding import Key
 from mpmd.errors import RankLostError
 from mpmd.job import audits
 from mpmd.resilience import layout
@@ -42,8 +44,8 @@ _HOST_MEMORY = "pinned_host"
 class Started(NamedTuple):
     """What a record is made of: for each piece an array whose copy to the host has been started; numbers by leaf."""
 
-    values: list[Any]
-    numbers: dict[int, Any]
+    values: list[jax.Array | np.ndarray]
+    numbers: dict[int, float | str]
 
 
 class Copies:
@@ -67,7 +69,7 @@ class Copies:
         self.whole = self._step = -1 if last is None else last
         self._num_found = audits.num_found()
         self._names: list[str] = []
-        self._signature: Any = None
+        self._signature: tuple | None = None
         self._layout: StateLayout | None = None
         self._due: queue.Queue[tuple[int, StateLayout, Started] | None] = queue.Queue()
         self._idle = threading.Event()
@@ -236,7 +238,7 @@ def started(leaves: Sequence[Any], layout: StateLayout) -> Started:
     """
     values: list[Any] = [None] * len(layout.pieces)
     data: dict[int, Any] = {}
-    shards: dict[Any, int] = {}  # the same shard may be cut into several pieces
+    shards: dict[Hashable, int] = {}  # the same shard may be cut into several pieces
     arrays: list[jax.Array] = []
     for i, piece in enumerate(layout.pieces):
         leaf = leaves[piece.leaf]
@@ -255,7 +257,7 @@ def started(leaves: Sequence[Any], layout: StateLayout) -> Started:
     return Started([on_host[value] if isinstance(value, int) else value for value in values], numbers)
 
 
-def _shard(array: Any, part: Any, device: Any) -> jax.Array:
+def _shard(array: jax.Array, part: Key | None, device: Device | None) -> jax.Array:
     if isinstance(array, MpmdArray):
         array = array._arrays[part]
     if device is None or len(array.sharding.device_set) == 1:
@@ -263,7 +265,7 @@ def _shard(array: Any, part: Any, device: Any) -> jax.Array:
     return next(shard.data for shard in array.addressable_shards if shard.device == device)
 
 
-def _beside(sharding: Any) -> Any:
+def _beside(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     """The memory of the host beside an array's devices: page-locked, where they have such memory."""
     device = next(iter(sharding.device_set))
     has_it = any(memory.kind == _HOST_MEMORY for memory in device.addressable_memories())

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 TOKEN = "MPMD_KEEPER_TOKEN"
@@ -42,7 +42,7 @@ _MOST_DEATHS, _LONG_S = 3, 60.0  # children in a row that live for less: there i
 Version = tuple[int, int]  # which call of `resilient` in the program, and the step whose result it is
 
 
-def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+def send(connection: socket.socket, message: Mapping[str, object]) -> None:
     """Sends a message: its length, and JSON."""
     text = json.dumps(message).encode()
     connection.sendall(struct.pack("!I", len(text)) + text)
@@ -60,7 +60,7 @@ def receive(connection: socket.socket) -> dict[str, Any]:
     return json.loads(exactly(connection, bytearray(length)))
 
 
-def ask(connection: socket.socket, what: str, **fields: Any) -> dict[str, Any]:
+def ask(connection: socket.socket, what: str, **fields: object) -> dict[str, Any]:
     """Sends a request and returns the answer, as `answer` does."""
     send(connection, {"ask": what, **fields})
     return answer(connection)
@@ -123,7 +123,7 @@ class _Buffer:
 class _Record:
     """What one rank has committed of one version."""
 
-    def __init__(self, about: dict[str, Any], header: str, buffer: _Buffer):
+    def __init__(self, about: dict[str, int], header: str, buffer: _Buffer):
         self.about, self.header, self.buffer = about, header, buffer
 
     @property
@@ -140,7 +140,7 @@ class Memory:
         self._count = 0
         self._free: list[_Buffer] = []
 
-    def list(self) -> list[dict[str, Any]]:
+    def list(self) -> list[dict[str, int]]:
         """What is known of each record without its header."""
         with self._lock:
             return [{"number": number, **record.about} for number, record in self._records.items()]
@@ -180,7 +180,7 @@ class Memory:
             wanted = (attempt, version)
             self._drop([n for n, r in self._records.items() if (r.about["attempt"], r.version) != wanted])
 
-    def _drop(self, numbers: Any) -> None:
+    def _drop(self, numbers: Iterable[int]) -> None:
         self._free += [self._records.pop(number).buffer for number in numbers]
 
     def _forget_free(self) -> None:
@@ -256,11 +256,11 @@ class _Connection:
         send(self._connection, {"buffer": buffer.fd})
         socket.send_fds(self._connection, [b"."], [buffer.fd])
 
-    def _on_commit(self, buffer: int, about: dict[str, Any], header: str) -> None:
+    def _on_commit(self, buffer: int, about: dict[str, int], header: str) -> None:
         self._memory.commit(_Record(about, header, self._begun.pop(buffer)))
         send(self._connection, {})
 
-    def _on_put(self, nbytes: int, below: list[int], about: dict[str, Any], header: str) -> None:
+    def _on_put(self, nbytes: int, below: list[int], about: dict[str, int], header: str) -> None:
         try:
             buffer = self._memory.begin(nbytes, (below[0], below[1]))
         except OSError as error:

@@ -6,7 +6,7 @@ import os
 import socket
 import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class Connection:
         self._socket.sendall(keeper.proof(token, bytes(nonce)))
         self._maps: dict[tuple[int, int], np.ndarray] = {}  # by the memory's own identity
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[dict[str, int]]:
         """What the keeper has: for each record whose it is, of which version, and its number."""
         return keeper.ask(self._socket, "list")["records"]
 
@@ -71,11 +71,11 @@ class Connection:
         self._socket.settimeout(_LIMIT_S)
         return answer["buffer"], self._mapped(nbytes)
 
-    def commit(self, buffer: int, about: Mapping[str, Any], header: str) -> None:
+    def commit(self, buffer: int, about: Mapping[str, int], header: str) -> None:
         """What was written counts from now on."""
         keeper.ask(self._socket, "commit", buffer=buffer, about=about, header=with_sum(header))
 
-    def put(self, data: np.ndarray, below: Version, about: Mapping[str, Any], header: str) -> None:
+    def put(self, data: np.ndarray, below: Version, about: Mapping[str, int], header: str) -> None:
         """Sends what another host's keeper shall have too."""
         message = {"ask": "put", "nbytes": data.nbytes, "below": below, "about": about, "header": with_sum(header)}
         keeper.send(self._socket, message)

@@ -7,16 +7,18 @@ processes derive the same plan of the shared leaves.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box, held_cells, part_boxes
-from mpmd.arrays.mesh import is_local
+from mpmd.arrays.mesh import Device, is_local
+from mpmd.arrays.sharding import Key
 
 SHARED, OWN, NUMPY, NUMBER = "shared", "own", "numpy", "number"
 _NUMBERS = (bool, int, float, str)
@@ -65,8 +67,8 @@ class KeptPiece:
     leaf: int
     box: Box
     held: Box
-    part: Any
-    device: Any
+    part: Key | None
+    device: Device | None
     offset: int
     nbytes: int
 
@@ -80,12 +82,12 @@ class StateLayout:
     nbytes: int
 
 
-def names_of(tree: Any) -> list[str]:
+def names_of(tree: object) -> list[str]:
     """The paths of a tree's leaves, as the user writes them."""
     return ["state" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def describe(name: str, leaf: Any) -> KeptLeaf:
+def describe(name: str, leaf: object) -> KeptLeaf:
     """A leaf as it is kept.
 
     Raises:
@@ -106,7 +108,7 @@ def describe(name: str, leaf: Any) -> KeptLeaf:
     )
 
 
-def signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
+def signature(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
     """Equal for leaves whose layout is the same."""
     return tuple([
         (type(x), x.shape, x.dtype, x.mpmd_sharding if isinstance(x, MpmdArray) else getattr(x, "sharding", None))
@@ -136,7 +138,7 @@ def plan(names: Sequence[str], leaves: Sequence[Any], rank: int) -> StateLayout:
     return StateLayout(kept, tuple(pieces), end)
 
 
-def owners(sharding: Any, shape: tuple[int, ...], itemsize: int, load: dict[int, int]) -> dict[Box, int]:
+def owners(sharding: Sharding, shape: tuple[int, ...], itemsize: int, load: dict[int, int]) -> dict[Box, int]:
     """The process that keeps each box of an array: of those that have it the one with the fewest bytes so far.
 
     Args:
@@ -150,8 +152,8 @@ def owners(sharding: Any, shape: tuple[int, ...], itemsize: int, load: dict[int,
 
 
 def shared_boxes(
-    sharding: Any, shape: tuple[int, ...], itemsize: int, rank: int, load: dict[int, int]
-) -> list[tuple[Box, Box, Any, Any]]:
+    sharding: Sharding, shape: tuple[int, ...], itemsize: int, rank: int, load: dict[int, int]
+) -> list[tuple[Box, Box, Key, Device]]:
     """The boxes of a shared leaf that this process keeps: each with its shard, that one's part and its device."""
     mine = [box for box, owner in owners(sharding, shape, itemsize, load).items() if owner == rank]
     shards = [
@@ -161,7 +163,7 @@ def shared_boxes(
         if is_local(device)
     ]
     given = [0] * len(shards)  # by each, so that the devices share the work
-    found: list[tuple[Box, Box, Any, Any]] = []
+    found: list[tuple[Box, Box, Key, Device]] = []
     for box in mine:
         index = min((i for i, shard in enumerate(shards) if box in shard[0]), key=lambda i: given[i])
         given[index] += box.size

@@ -142,7 +142,7 @@ def _attempt(
     own: Address | None,
     call: int,
     numbers: tuple[int, ...],
-    body: Any,
+    body: Callable[[int, Any], Any],
     state: Any,
     names: Sequence[str],
     is_used_up: bool = False,
@@ -220,7 +220,7 @@ def _say_lost(job: Job) -> None:
             say(f"the ranks {ranks} were lost; all others wait for the spares that take the places")
 
 
-def _checked(body: Any, names: Sequence[str], state: Any, *numbers: Any) -> list[int]:
+def _checked(body: object, names: Sequence[str], state: object, *numbers: int) -> list[int]:
     """The numbers, as those of Python.
 
     Raises:
@@ -322,7 +322,7 @@ class _Meeting:
         self._token = os.environ.get(TOKEN, "")
         self._attempt = rank_files.attempt_of(os.environ)
         self._connection, records = self._connected(own) if own is not None else (None, [])
-        mine: dict[str, Any] = {"numbers": numbers, "call": call, "is_new": is_new, "had_keeper": own is not None}
+        mine: dict[str, object] = {"numbers": numbers, "call": call, "is_new": is_new, "had_keeper": own is not None}
         if self._connection:
             mine |= {"keeper": own, "records": records}
         said = {rank: json.loads(text) for rank, text in self._exchange("begin", json.dumps(mine)).items()}
@@ -409,7 +409,7 @@ class _Meeting:
         about = {"attempt": self._attempt, "call": self._call, "owner": rank, "num_ranks": self._ranks.num_ranks}
         return Copies(self._ranks, connections, about, speaks, last)
 
-    def _connected(self, own: Address) -> tuple[Connection | None, list[Any]]:
+    def _connected(self, own: Address) -> tuple[Connection | None, list[dict[str, int]]]:
         """A connection to the keeper of this host, and what it has; None if it is gone."""
         try:
             connection = self._connect(own)
@@ -462,7 +462,7 @@ class _Meeting:
             say(text)
 
 
-def _check_alike(numbers: Mapping[int, Any]) -> None:
+def _check_alike(numbers: Mapping[int, Sequence[int]]) -> None:
     for rank, theirs in numbers.items():
         for name, mine, other in zip(_NUMBERS, numbers[0], theirs, strict=True):
             if mine != other:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from mpmd.resilience import layout
 from mpmd.resilience.keepers import Address, Connection
 from mpmd.resilience.layout import NUMBER, NUMPY, SHARED, KeptLeaf
 from mpmd.resilience.versions import Stored, Version
+
+T = TypeVar("T")
 
 _NUMBERS = {"bool": bool, "int": int, "float": float, "str": str}
 
@@ -60,7 +62,7 @@ class Reading:
         self._connect = connect
         self._connections: dict[Address, Connection] = {}
         self._entries: dict[int, list[_Entry]] = collections.defaultdict(list)
-        self._numbers: list[dict[int, Any]] = []
+        self._numbers: list[dict[int, float | str]] = []
         self.leaves: list[KeptLeaf] = []
 
     def load(self, names: Sequence[str], given: Sequence[Any]) -> list[dict[Box | None, Any]]:
@@ -133,7 +135,7 @@ class Reading:
             raise LostError(f"{self.leaves[number].name}: {missing} elements are in no copy")
         return value
 
-    def _first(self, copies: Sequence[Stored], what: str, read: Callable[[Stored], Any]) -> Any:
+    def _first(self, copies: Sequence[Stored], what: str, read: Callable[[Stored], T]) -> T:
         """What the first copy says that can be read, that of this host first."""
         errors: list[str] = []
         for copy in sorted(copies, key=lambda copy: not self._connection(copy.keeper, errors)):
@@ -167,7 +169,7 @@ def _noting(errors: list[str]) -> Iterator[None]:
         errors.append(str(error))
 
 
-def wanted(given: Any, about: KeptLeaf) -> list[Box]:
+def wanted(given: object, about: KeptLeaf) -> list[Box]:
     """The boxes of a leaf's data that this process needs, to have it where the given leaf is."""
     if about.kind == NUMPY or not _is_placed(given):
         return [Box.whole(about.shape)]
@@ -176,7 +178,7 @@ def wanted(given: Any, about: KeptLeaf) -> list[Box]:
     return list({box for boxes in by_part.values() for device, box in boxes.items() if is_local(device)})
 
 
-def _is_placed(given: Any) -> bool:
+def _is_placed(given: object) -> TypeGuard[jax.Array]:
     return isinstance(given, jax.Array) and bool(given.committed)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -198,12 +200,12 @@ def put(given: Any, about: KeptLeaf, data: Mapping[Box | None, Any]) -> Any:
     return assembled(given.sharding, about, data)
 
 
-def assembled(sharding: Any, about: KeptLeaf, data: Mapping[Box | None, Any]) -> Any:
+def assembled(sharding: jax.sharding.Sharding, about: KeptLeaf, data: Mapping[Box | None, np.ndarray]) -> jax.Array:
     """The array of a sharding whose boxes are given, those of this process."""
     dtype: Any = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
 
-    def array(sharding: Any, shape: tuple[int, ...], offset: Sequence[int]) -> jax.Array:
-        def part(index: Any) -> np.ndarray:
+    def array(sharding: jax.sharding.Sharding, shape: tuple[int, ...], offset: Sequence[int]) -> jax.Array:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
             return data[Box.from_slices(index or (), shape).shifted(offset)]
 
         return keys.from_data(jax.make_array_from_callback(shape, sharding, part, jnp.dtype(about.dtype)), dtype)

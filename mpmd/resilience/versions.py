@@ -5,7 +5,7 @@ of each rank that the job had then.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpmd.resilience.keepers import Address
 
@@ -42,7 +42,7 @@ class Version(NamedTuple):
     records: tuple[tuple[Stored, ...], ...]
 
 
-def stored(answers: Mapping[Address, Iterable[Mapping[str, Any]]]) -> list[Stored]:
+def stored(answers: Mapping[Address, Iterable[Mapping[str, int]]]) -> list[Stored]:
     """The records that keepers have, as they list them."""
     return [Stored(**record, keeper=address) for address, records in answers.items() for record in records]
 

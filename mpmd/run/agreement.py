@@ -10,7 +10,6 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +23,10 @@ from mpmd.compile.step import StepPrograms
 from mpmd.errors import ScheduleError
 from mpmd.job.disagreement import other_ways
 from mpmd.job.job import Job
-from mpmd.job.notes import Note
+from mpmd.job.notes import Note, Values
 from scheduler import Program
+
+Given = Sequence[tuple[int, jax.Array | np.ndarray]]  # by position in the call
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 # A difference is shown with this much of each side.
@@ -80,7 +81,7 @@ def plan_of(programs: StepPrograms, program: Program) -> Announcement:
     )
 
 
-def _value(x: Any) -> str:
+def _value(x: jax.Array | np.ndarray) -> str:
     """A captured constant: its type and a hash of its value."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         data = keys.to_data(x)
@@ -128,7 +129,7 @@ def _difference(a: str, b: str, rank_a: int, rank_b: int) -> str:
     return "\n".join(f"  rank {r}: {line}" for r, line in zip((rank_a, rank_b), shown, strict=True))
 
 
-def values_to_compare(given: Sequence[tuple[int, Any]], is_first: bool) -> Sequence[tuple[int, Any]]:
+def values_to_compare(given: Given, is_first: bool) -> Values:
     """Of what this process gives to a call, by position, what every process gives alike: from its host, and keys.
 
     Large arrays that are on devices already are compared in the first call only; later None stands for them. Those that

@@ -8,7 +8,7 @@ them later. So it does with digests of what the call has returned, which may cha
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.mesh import Device, MpmdMesh
 from mpmd.compile.executable import Executable, on_mesh
 from mpmd.compile.step import StepPrograms
 from mpmd.job import audits, joining
@@ -99,7 +99,7 @@ class _Drawn(NamedTuple):
 
     what: _Auditable
     own: _OwnStep
-    reads: list[Any]
+    reads: list[Value | np.generic]
     alike: dict[tuple[int, Value], tuple[int, Value]]
     plan: plans.PlannedAudit
 
@@ -115,8 +115,8 @@ class AuditedExecutor(Executor):
     def __init__(self, *of: Any, sampling: AuditSampling):
         self._sampling = sampling
         self._is_audited = False
-        self._planners: BoundedDict[Any, plans.AuditPlanner] = BoundedDict(_NUM_PLANNERS)
-        self._listed: BoundedDict[Any, list[_Auditable]] = BoundedDict(_NUM_PLANNERS)
+        self._planners: BoundedDict[Hashable, plans.AuditPlanner] = BoundedDict(_NUM_PLANNERS)
+        self._listed: BoundedDict[Hashable, list[_Auditable]] = BoundedDict(_NUM_PLANNERS)
         self._variables: dict[int, dict[tuple[str, bool], compat.Var]] = {}
         super().__init__(*of)
 
@@ -166,7 +166,7 @@ class AuditedExecutor(Executor):
         reads, _, _ = self._values_of(candidate, own)
         return sum(own.program.nbytes.get(v.name, 0) for v in reads if isinstance(v, Value))
 
-    def _values_of(self, candidate: _Auditable, own: _OwnStep) -> Any:
+    def _values_of(self, candidate: _Auditable, own: _OwnStep) -> tuple[list[Any], list[Value], list[Value]]:
         return values_of_instruction(own.programs, self.job, candidate.group, candidate.instruction, own.dealt)
 
     def __call__(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[dict[int, jax.Array]]:
@@ -286,7 +286,7 @@ def _can_run_twice(programs: StepPrograms, instruction: Run | Call) -> bool:
     return len(found) == 1 and not found[0].compiled.jaxpr.effects and bool(found[0].in_shardings)
 
 
-def check_audits(every: Any, mesh: MpmdMesh) -> None:
+def check_audits(every: object, mesh: MpmdMesh) -> None:
     """What `audit_every` of `mpmd.jit` may be.
 
     Raises:
@@ -332,11 +332,11 @@ class _AuditedCall:
         (executable,) = programs.executables_of(drawn.what.instruction)
         self.groups = group, *plan.auditors
         local = programs.mesh.local_groups
-        self._digests: dict[tuple[int, str], dict[Any, jax.Array]] = {}
+        self._digests: dict[tuple[int, str], dict[Device, jax.Array]] = {}
         self._held = [k for k, v in enumerate(plan.copies) if v in plan.program.inputs_of(group)]
         self.found = {g: functools.partial(self._sign, g, programs.mesh) for g in self.groups if g in local}
         acts = {plans.BEFORE: self._before, plans.TAKE: self._take, plans.RESULT: self._result}
-        calls: dict[str, Any] = {name: HostCall(name, functools.partial(act, group)) for name, act in acts.items()}
+        calls: dict[str, HostCall] = {name: HostCall(name, functools.partial(act, group)) for name, act in acts.items()}
         for g in plan.auditors:
             name = f"{plans.AGAIN}{g}"
             again = self._again(g, programs, executable, drawn.reads, plan) if g in local else None
@@ -347,12 +347,12 @@ class _AuditedCall:
         layouts = {v: programs.layout(copied[name]) for name, v in fresh.items()}
         self.programs = dataclasses.replace(programs, outline=outline, layouts=layouts, segments=calls, loops=())
 
-    def _before(self, group: int, *arrays: jax.Array) -> list[Any]:
+    def _before(self, group: int, *arrays: jax.Array) -> list[jax.Array]:
         self._digests[group, "before"] = {d: digests(*xs) for d, xs in _by_device(arrays).items()}
         return []
 
     def _take(self, group: int, *arrays: jax.Array) -> list[jax.Array]:
-        copies: dict[Any, Sequence[jax.Array]] = {}
+        copies: dict[Device, Sequence[jax.Array]] = {}
         for device, xs in _by_device(arrays).items():
             *copies[device], self._digests.setdefault((group, "reads"), {})[device] = copies_with_digests(*xs)
         return [
@@ -360,7 +360,7 @@ class _AuditedCall:
             for k, x in enumerate(arrays)
         ]
 
-    def _result(self, group: int, *arrays: jax.Array) -> list[Any]:
+    def _result(self, group: int, *arrays: jax.Array) -> list[jax.Array]:
         self._digests[group, "writes"] = {d: digests(*xs) for d, xs in _by_device(arrays).items()}
         return []
 
@@ -378,7 +378,7 @@ class _AuditedCall:
         }
         order = [(k, places.get(x)) for k, x in enumerate(reads)]
 
-        def again(*arrays: jax.Array) -> list[Any]:
+        def again(*arrays: jax.Array) -> list[jax.Array]:
             self._digests[group, "reads"] = {d: digests(*xs) for d, xs in _by_device(arrays).items()}
             self._result(group, *call(*(constants[k] if at is None else arrays[at] for k, at in order)))
             return []
@@ -400,9 +400,9 @@ class _AuditedCall:
         return own
 
 
-def _by_device(arrays: Sequence[jax.Array]) -> dict[Any, list[jax.Array]]:
+def _by_device(arrays: Sequence[jax.Array]) -> dict[Device, list[jax.Array]]:
     """What each device of this process has of some arrays."""
-    found: dict[Any, list[jax.Array]] = {}
+    found: dict[Device, list[jax.Array]] = {}
     for x in arrays:
         for device, block in compat.shards(x).items():
             found.setdefault(device, []).append(block)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import scheduler
 from mpmd import _jax_compat as compat
-from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.mesh import Device, MpmdMesh
 from mpmd.compile.executable import Executable
 from mpmd.compile.program import edge_name
 from mpmd.compile.step import LoopProgram, StepPrograms
@@ -47,7 +47,7 @@ class HostCall:
     """A function of the host that stands for an `Executable`."""
 
     name: str
-    call: Any
+    call: Callable[..., list[jax.Array]] | None
 
     def start(self) -> None:
         """There is nothing to load."""
@@ -367,7 +367,7 @@ class Slots:
         self.names: dict[compat.Var, str] = {}
         self._is_alone = job is None
         self._numbers: dict[tuple[int, Hashable], int] = {}
-        self._constants: dict[int, tuple[np.generic, Any]] = {}
+        self._constants: dict[int, tuple[np.generic, Device | NamedSharding]] = {}
 
     def extended(self, alike: Mapping[tuple[int, Value], tuple[int, Value]]) -> "Slots":
         """These numbers, and others for new values.
@@ -410,7 +410,7 @@ class Slots:
         """The slot of a variable of the step, outside of the loops."""
         return self.of(group, Value(self.names[v]))
 
-    def of_all(self, held: Iterable[tuple[Any, Iterable[int]]]) -> list[list[tuple[int, int]]]:
+    def of_all(self, held: Iterable[tuple[compat.Var, Iterable[int]]]) -> list[list[tuple[int, int]]]:
         """Per variable, the groups of this process that hold it and its slots there."""
         local = self._mesh.local_groups
         return [[(g, self.around(g, v)) for g in sorted(groups) if g in local] for v, groups in held]

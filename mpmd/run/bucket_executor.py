@@ -10,15 +10,15 @@ shorter run the same plan without the later microbatches (`scheduler/programs/fe
 import dataclasses
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.compile.program import loop_graph
 from mpmd.compile.step import StepPrograms
 from mpmd.job import wires
-from mpmd.job.notes import Note
+from mpmd.job.notes import Note, Values
 from mpmd.run.agreement import Announcement
 from mpmd.run.bindings import Bindings, BoundBuckets, BoundInstruction, Slots
 from mpmd.run.executor import Executor, Instruction
@@ -223,7 +223,7 @@ class BucketExecutor(Executor):
             sections[f"arguments of microbatches of shape {number}"] = "\n".join(lines)
         return Announcement(sections)
 
-    def _note(self, number: int, values: Sequence[tuple[int, Any]] = (), makers: Sequence[int] = ()) -> Note:
+    def _note(self, number: int, values: Values = (), makers: Sequence[int] = ()) -> Note:
         """A call in another order is another program of the step."""
         note = super()._note(number, values, makers)
         return dataclasses.replace(note, program=number and zlib.crc32(f"{number} {self._number}".encode()))
@@ -235,7 +235,7 @@ class BucketExecutor(Executor):
         return super()._first_piece() + (kept << wires.ORDER_BITS)
 
 
-def _what(b: BoundInstruction) -> Any:
+def _what(b: BoundInstruction) -> Hashable:
     """What all buckets do in one place."""
     crossing = None if b.crossing is None else (b.crossing.source, b.crossing.target, b.crossing.value.microbatch)
     return b.group, b.code, b.tasks, crossing

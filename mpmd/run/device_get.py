@@ -71,7 +71,7 @@ def _having_all(sharding: jax.sharding.Sharding) -> set[int]:
     return processes if len(processes) == 1 or sharding.is_fully_replicated else set()
 
 
-def _gather(job: Job, names: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
+def _gather(job: Job, names: Sequence[str], leaves: Sequence[jax.Array]) -> list[jax.Array | np.ndarray]:
     """Each array as a numpy array or an array of this process; the sources stay until all have theirs."""
     for x in leaves:
         if x.is_deleted():
@@ -88,7 +88,7 @@ def _gather(job: Job, names: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
     return values
 
 
-def _exchanged(job: Job, leaves: Sequence[Any], base: int) -> list[Any]:
+def _exchanged(job: Job, leaves: Sequence[jax.Array], base: int) -> list[jax.Array | np.ndarray]:
     """Each array, fetched to this process if any part is missing."""
     first_device: dict[int, Device] = {}
     for device in sorted(jax.devices(), key=lambda d: d.id):
@@ -125,7 +125,7 @@ class _Source(NamedTuple):
     readers: set[int]  # the processes that have all of it
 
 
-def _sources(x: Any) -> list[_Source]:
+def _sources(x: jax.Array) -> list[_Source]:
     """What is sent of an array: the array of its lowest group, or each piece of a split one."""
     if not isinstance(x, MpmdArray):
         return [_Source(x, x.sharding, jax.ShapeDtypeStruct(x.shape, x.dtype), _readers(x))]

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
 from mpmd.arrays.boxes import device_boxes
 from mpmd.arrays.layouts import memory_kind
-from mpmd.arrays.mesh import is_local
+from mpmd.arrays.mesh import Device, is_local
 
 
 def mover(source: NamedSharding, target: NamedSharding, dtype: DTypeLike) -> Callable[[jax.Array], jax.Array]:
@@ -26,7 +26,7 @@ def mover(source: NamedSharding, target: NamedSharding, dtype: DTypeLike) -> Cal
     return functools.partial(jax.device_put, device=target_of(target))
 
 
-def target_of(sharding: NamedSharding) -> Any:
+def target_of(sharding: NamedSharding) -> Device | NamedSharding:
     """What to hand to `jax.device_put`: a bare device where that means the same, at half the cost."""
     if sharding.mesh.size == 1 and memory_kind(sharding) is None:
         return compat.devices(sharding).flat[0]
@@ -38,7 +38,7 @@ def is_alias(source: NamedSharding, target: NamedSharding, ndim: int) -> bool:
     return compat.devices(source).tolist() == compat.devices(target).tolist() and source.is_equivalent_to(target, ndim)
 
 
-def put(x: Any, sharding: NamedSharding) -> jax.Array:
+def put(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
     """A host array or an array of this process on the devices of one group."""
     placed = jax.device_put(x, sharding)
     if isinstance(placed.sharding, SingleDeviceSharding):
@@ -46,7 +46,7 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
     return placed
 
 
-def place_all(values: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+def place_all(values: Sequence[ArrayLike], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Puts host arrays and arrays of this process on the devices of groups, which may span other processes.
 
     Where a group does, every process gives the same values, as to `jax.make_array_from_callback`. An array that
@@ -87,7 +87,7 @@ def _is_there(x: jax.Array, sharding: NamedSharding) -> bool:
     return all(held.get(d) == box for d, box in wanted.items()) and x.sharding.memory_kind == sharding.memory_kind
 
 
-def _place_everywhere(x: Any, sharding: NamedSharding) -> jax.Array:
+def _place_everywhere(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
     """An array that every process has, on devices of several processes."""
     if isinstance(x, jax.Array) and keys.is_key(x.dtype):
         data = np.asarray(keys.to_data(x))

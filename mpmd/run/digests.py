@@ -1,10 +1,9 @@
 """Digests of arrays on their devices: a few numbers that any flipped bit changes, to compare what devices have."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from mpmd.arrays import keys
 
@@ -47,7 +46,7 @@ def _words_of(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, word).astype(jnp.uint32).ravel()
 
 
-def _is_small(dtype: Any) -> bool:
+def _is_small(dtype: DTypeLike) -> bool:
     """Whether a value takes less than a byte."""
     info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
     return info(dtype).bits < 8

@@ -3,9 +3,9 @@
 import warnings
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
@@ -43,7 +43,7 @@ def usable(programs: StepPrograms, donated: frozenset[int]) -> frozenset[int]:
     return frozenset(i for i in found if args[i] in read)
 
 
-def apart(leaves: Sequence[Any], donated: Container[int]) -> Sequence[Any]:
+def apart(leaves: Sequence[ArrayLike], donated: Container[int]) -> Sequence[ArrayLike]:
     """The arguments of a call, each donated one in memory of its own.
 
     An array that is given twice (`ema = params` at the start) is copied, where `jax.jit` refuses the call.
@@ -58,7 +58,9 @@ def apart(leaves: Sequence[Any], donated: Container[int]) -> Sequence[Any]:
     return found
 
 
-def consume(leaf: Any, placed: Sequence[Mapping[int, jax.Array]], kept: Mapping[int, jax.Array], shared: bool) -> None:
+def consume(
+    leaf: ArrayLike, placed: Sequence[Mapping[int, jax.Array]], kept: Mapping[int, jax.Array], shared: bool
+) -> None:
     """Deletes a donated argument, as `jax.jit` does, except for buffers that the step returned as they came.
 
     Args:

@@ -19,14 +19,14 @@ from mpmd.compile.step import StepPrograms
 from mpmd.errors import HangError
 from mpmd.job import joining, wires
 from mpmd.job.alone import alone
-from mpmd.job.notes import Note
+from mpmd.job.notes import Note, Values
 from mpmd.observe import ledger
 from mpmd.observe.flight import Flight
 from mpmd.observe.flight_files import record_of
 from mpmd.observe.records import RecordedTimes
 from mpmd.run import nans
 from mpmd.run.accounts import Accounts, Measured
-from mpmd.run.agreement import Announcement, agree, plan_of, values_to_compare, warm_up
+from mpmd.run.agreement import Announcement, Given, agree, plan_of, values_to_compare, warm_up
 from mpmd.run.bindings import MOVE, RECV, RUN, SEND, Bindings, bind
 from mpmd.run.run_ahead import give_up
 from mpmd.run.timing import Recorder
@@ -162,13 +162,13 @@ class Executor:
     def _plan(self) -> Announcement:
         return plan_of(self._programs, self.program)
 
-    def _note(self, number: int, values: Sequence[tuple[int, Any]] = (), makers: Sequence[int] = ()) -> Note:
+    def _note(self, number: int, values: Values = (), makers: Sequence[int] = ()) -> Note:
         """Of the next call; `number` is 0 before the processes have agreed on the program."""
         assert self.job is not None
         step = self.job.activity.step + 1
         return Note(f"called {self._programs.name}", number, step, *self._arguments, values, makers, *self._ways)
 
-    def compare(self, given: Sequence[tuple[int, Any]], makers: Sequence[int], is_first: bool) -> None:
+    def compare(self, given: Given, makers: Sequence[int], is_first: bool) -> None:
         """Has the next call compared with those of the other processes: a first call now, others while they run.
 
         Args:
@@ -324,7 +324,7 @@ class Executor:
         """
         arguments = {slot for where in self.bindings.inputs for _, slot in where}
 
-        def after_all(act: Any, *arrays: jax.Array) -> Any:
+        def after_all(act: Callable, *arrays: jax.Array) -> object:
             self.finish()
             return act(*arrays)
 
@@ -362,7 +362,7 @@ def _annotated(fun: Callable, name: str, group: int, tasks: Sequence[Task]) -> C
     Of a task, the span's name ends with the microbatch (`gpt_stage2_F microbatch 3`), and its arguments are the group,
     the stage, the kind and the microbatch.
     """
-    details: dict[str, Any] = {"group": group}
+    details: dict[str, object] = {"group": group}
     if tasks:
         for key in ("stage", "kind", "microbatch"):
             details[key] = ",".join(str(getattr(t, key)) for t in tasks)

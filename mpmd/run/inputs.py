@@ -8,17 +8,18 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.layouts import mpmd_sharding
-from mpmd.arrays.sharding import MpmdSharding
+from mpmd.arrays.sharding import Key, MpmdSharding
 from mpmd.compile.step import StepPrograms
 from mpmd.cutting.pieces import Rows, cut
 from mpmd.cutting.split_rows import SplitStep
 from mpmd.run import device_put
-from mpmd.tracing.arguments import check_leaves, leaf_type, short_type
+from mpmd.tracing.arguments import Args, Kwargs, check_leaves, leaf_type, short_type
 
 
 class Inputs:
@@ -73,7 +74,7 @@ class Inputs:
         found._of_pieces = [*of_pieces, *([s] for _, _, s in more)]
         return found
 
-    def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def checked(self, args: Args, kwargs: Kwargs) -> list[Any]:
         """The flat arguments, if they are those that the step was compiled for.
 
         Raises:
@@ -109,7 +110,7 @@ class Inputs:
             for aval, s in self.pieces
         ]
 
-    def fit(self, leaves: Sequence[Any]) -> bool:
+    def fit(self, leaves: Sequence[ArrayLike]) -> bool:
         """Whether every MpmdArray is where the step reads it, or may be put there. A traced value fits nowhere."""
         for x, sharding in zip(leaves, self.shardings, strict=True):
             if isinstance(x, compat.Tracer):
@@ -124,7 +125,7 @@ class Inputs:
                 return False
         return True
 
-    def misplaced(self, leaves: Sequence[Any]) -> list[int]:
+    def misplaced(self, leaves: Sequence[ArrayLike]) -> list[int]:
         """The positions of MpmdArrays that are elsewhere and may be moved."""
         return [
             i
@@ -134,7 +135,9 @@ class Inputs:
             and not x._mpmd_sharding.is_equivalent_to(sharding, x.ndim)
         ]
 
-    def place(self, leaves: Sequence[Any], given: list[tuple[int, Any]] | None = None) -> list[dict[int, jax.Array]]:
+    def place(
+        self, leaves: Sequence[ArrayLike], given: list[tuple[int, jax.Array | np.ndarray]] | None = None
+    ) -> list[dict[int, jax.Array]]:
         """Per array that the programs take, that array in each group that reads it.
 
         Those that are not there are put there in one batch.
@@ -192,12 +195,12 @@ def split_sharding(like: MpmdSharding, rows: Rows, groups: tuple[int, ...]) -> M
 
 def _pieces_in_place(x: MpmdArray, rows: Rows, shardings: Sequence[MpmdSharding]) -> Iterator[dict[int, jax.Array]]:
     """The pieces of an array that is split just so."""
-    arrays: dict[Any, jax.Array] = x._arrays
+    arrays: dict[Key, jax.Array] = x._arrays
     for ends, sharding in zip(rows.ranges, shardings, strict=True):
         yield {sharding.groups[0]: arrays[ends]} if ends in arrays else {}
 
 
-def _pieces(x: Any, rows: Rows | None) -> Sequence[Any]:
+def _pieces(x: ArrayLike, rows: Rows | None) -> Sequence[ArrayLike]:
     """The pieces of any array that can be read here."""
     if isinstance(x, MpmdArray):
         x = x._readable()

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.layouts import mpmd_sharding
@@ -23,7 +24,7 @@ class Results:
     def __init__(self, programs: StepPrograms, split: SplitStep):
         outline, mesh = programs.outline, programs.mesh
         self.shardings: list[MpmdSharding] = []
-        self._about: list[tuple[Any, ...]] = []
+        self._about: list[tuple[MpmdSharding, tuple[int, ...], np.dtype, bool, bool]] = []
         self._pieces: list[list[tuple[int, int, tuple[int, int]]] | None] = []  # position, group and range of each
         for v, ks, rows in zip(split.whole.jaxpr.outvars, split.out_positions, split.outs, strict=True):
             made, groups = outline.outputs[ks[0]]

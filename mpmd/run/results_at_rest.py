@@ -4,13 +4,13 @@ import functools
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import memory_kind
+from mpmd.arrays.mesh import Device
 from mpmd.job import audits
 from mpmd.job.job import Job
 from mpmd.run.digests import digests
@@ -57,15 +57,17 @@ class ResultsAtRest:
                 return None
         return audits.Look(self._what, functools.partial(self._changed, now), self._job) if now else None
 
-    def _digests(self, arrays: Mapping[int, tuple[int, jax.Array]]) -> dict[tuple[int, Any], tuple[list[int], Any]]:
+    def _digests(
+        self, arrays: Mapping[int, tuple[int, jax.Array]]
+    ) -> dict[tuple[int, Device], tuple[list[int], jax.Array]]:
         """Per group and device: which of the arrays it has, and their digests."""
-        found: dict[tuple[int, Any], dict[int, jax.Array]] = {}
+        found: dict[tuple[int, Device], dict[int, jax.Array]] = {}
         for k, (group, x) in arrays.items():
             for device, block in compat.shards(x).items():
                 found.setdefault((group, device), {})[k] = block
         return {place: ([*blocks], digests(*blocks.values())) for place, blocks in found.items()}
 
-    def _changed(self, now: Mapping[tuple[int, Any], tuple[list[int], Any]]) -> list[str]:
+    def _changed(self, now: Mapping[tuple[int, Device], tuple[list[int], jax.Array]]) -> list[str]:
         changed: dict[int, list[str]] = {}
         for place, (numbers, found) in now.items():
             all_numbers, first = self._first[place]

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ class ValueRoute:
         job: Job,
         source: jax.sharding.Sharding,
         target: NamedSharding,
-        aval: Any,
+        aval: compat.Aval | jax.ShapeDtypeStruct,
         first: int,
         keep: bool,
         text: str,

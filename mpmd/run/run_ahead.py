@@ -77,7 +77,7 @@ class Flow:
         """`carry`, which sends the next value of a step."""
         index = self._next()
 
-        def send(x: Any, base: int):
+        def send(x: jax.Array, base: int):
             turn = self._turn(index, base)
             if self._begins(turn) and len(self._begun) > 2:
                 for rank in self._receivers:
@@ -92,7 +92,7 @@ class Flow:
         """`carry`, which receives the next value of a step."""
         index = self._next()
 
-        def receive(x: Any, base: int):
+        def receive(x: jax.Array | None, base: int):
             self._say(index, base, self.tasks.wait)
             return carry(x, base)
 

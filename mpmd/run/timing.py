@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from mpmd.arrays import keys
+from mpmd.arrays.mesh import Device
 from mpmd.compile.executable import Executable
 from mpmd.observe.records import Moved, Ran, RecordedTimes, Sent, Way
 from mpmd.run.bindings import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
@@ -52,7 +53,7 @@ class Recorder:
         self._begun = [0.0] * len(bound)
         self._returned = [0.0] * len(bound)
         self._ends = [0.0] * len(bound)
-        self._queues: dict[Any, SimpleQueue] = {}
+        self._queues: dict[int | tuple[int, int], SimpleQueue] = {}
         self._threads: list[threading.Thread] = []
         self._is_warm = False
 
@@ -110,7 +111,7 @@ class Recorder:
         now, begun, returned = time.perf_counter, self._begun, self._returned
         if code == SEND:
 
-            def send(x: Any, base: int) -> None:
+            def send(x: jax.Array, base: int) -> None:
                 begun[number] = now()
                 act(x, base)
                 returned[number] = now()
@@ -119,7 +120,7 @@ class Recorder:
         marker, key = self._marker(about), self.lanes[about.group] if about.crossing is None else about.crossing[1:3]
         put = self._queues.setdefault(key, SimpleQueue()).put
 
-        def run(*args: Any) -> Any:
+        def run(*args: object) -> object:
             begun[number] = now()
             results = act(*args)
             returned[number] = now()
@@ -247,7 +248,7 @@ def _first_shard(x: jax.Array) -> jax.Array:
 def lanes_of(groups: Sequence[Mesh]) -> list[int]:
     """Per group, the first group that it shares a device with, perhaps through others: what cannot work at a time."""
     lanes = list(range(len(groups)))
-    first: dict[Any, int] = {}
+    first: dict[Device, int] = {}
     for group, mesh in enumerate(groups):
         for device in mesh.devices.flat:
             other = first.setdefault(device, group)

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -22,6 +22,10 @@ from mpmd.errors import StageError
 from mpmd.ops import lists
 from scheduler.base.texts import counted
 
+Args = tuple[Any, ...]  # of a call of the step, as the user gives them
+Kwargs = dict[str, Any]
+Fixed = tuple[tuple[int | str, type, object], ...]  # static arguments: position or name, type, value
+
 _NO_FUNCTION = "A pipelined step is not a JAX function: call it at the top level, and differentiate inside treduce."
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -31,11 +35,11 @@ class CallArguments:
     """The arguments of one call, flat."""
 
     num_args: int
-    fixed: tuple[tuple[Any, type, Any], ...]  # static ones: position or name, type, value
+    fixed: Fixed
     leaves: list
-    tree: Any
+    tree: lists.TreeDef
     types: tuple
-    key: Any
+    key: Hashable
 
     @property
     def static_positions(self) -> set[int]:
@@ -74,13 +78,13 @@ def leaf_type(x: Any, explicit: Collection[str]) -> tuple[tuple[int, ...], Any, 
     )
 
 
-def _only(spec: Iterable[Any], names: Collection[str]) -> tuple:
+def _only(spec: Iterable[str | tuple[str, ...] | None], names: Collection[str]) -> tuple:
     """The part of a spec on the axes `names`, as a tuple without trailing Nones."""
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
     return trimmed([tuple(n for n in entry if n in names) or None for entry in entries])
 
 
-def traced_type(x: Any, hint: Hint, mesh: Mesh, mpmd_axis: str | None) -> jax.ShapeDtypeStruct:
+def traced_type(x: object, hint: Hint, mesh: Mesh, mpmd_axis: str | None) -> jax.ShapeDtypeStruct:
     """The type under which an argument is traced: where the mesh has Explicit axes, with a sharding on it."""
     shape, dtype, weak, _ = leaf_type(x, frozenset())
     explicit = set(mesh.explicit_axes)
@@ -121,7 +125,7 @@ def _fitting_hint(sharding: NamedSharding, shape: tuple[int, ...], mesh: MpmdMes
     return Hint(None, (shortest(without_axis(fitted.spec, mesh.mpmd_axis_name)), kind))
 
 
-def _check_layout_fits(hint: Hint, x: Any, mesh: MpmdMesh, name: str) -> None:
+def _check_layout_fits(hint: Hint, x: object, mesh: MpmdMesh, name: str) -> None:
     """A sharding that the user gave must have the rank of the array and divide it, in every group that may hold it."""
     assert hint.layout is not None
     spec, kind = hint.layout
@@ -137,7 +141,7 @@ def _check_layout_fits(hint: Hint, x: Any, mesh: MpmdMesh, name: str) -> None:
             ) from None
 
 
-def _wished(wish: Any, mesh: MpmdMesh, name: str) -> Hint:
+def _wished(wish: object, mesh: MpmdMesh, name: str) -> Hint:
     """The user's sharding of one argument or result."""
     if isinstance(wish, MpmdSharding):
         if wish.mpmd_mesh != mesh:
@@ -243,7 +247,7 @@ def check_is_outside() -> None:
         )
 
 
-def check_leaves(leaves: Iterable[Any], names: Iterable[str]) -> None:
+def check_leaves(leaves: Iterable[object], names: Iterable[str]) -> None:
     """Every argument is an array (or a number), and none is being traced."""
     for x, name in zip(leaves, names, strict=True):
         if isinstance(x, compat.Tracer):
@@ -254,7 +258,7 @@ def check_leaves(leaves: Iterable[Any], names: Iterable[str]) -> None:
         _check_is_array(name, x)
 
 
-def _check_is_array(name: str, x: Any) -> None:
+def _check_is_array(name: str, x: object) -> None:
     if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex, np.generic)):
         raise TypeError(
             f"mpmd.jit: {name} is of type {type(x).__name__}, {x!r:.40}, not an array.\n"
@@ -304,7 +308,7 @@ def named_positions(
     return frozenset(positions | {by_name[n] for n in names if n in by_name}), frozenset(named.union(names))
 
 
-def check_static(fixed: Iterable[tuple[Any, type, Any]]) -> None:
+def check_static(fixed: Fixed) -> None:
     """Static arguments are part of the program's key, so they must be hashable."""
     for where, kind, value in fixed:
         try:
@@ -325,7 +329,7 @@ def donated_leaves(call: CallArguments, positions: Collection[int], names: Colle
     return frozenset(i for i in leaves if isinstance(i, int))
 
 
-def short_type(x: Any) -> str:
+def short_type(x: object) -> str:
     """A type as messages show it: `float32[2,3]`."""
     shape, dtype, *_ = leaf_type(x, frozenset())
     return f"{dtype}[{','.join(map(str, shape))}]"

@@ -45,7 +45,7 @@ def folded(eqn: compat.JaxprEqn) -> compat.Literal | None:
     return compat.Literal(aval.dtype.type(value), aval)
 
 
-def integer_of(v: Any) -> int | None:
+def integer_of(v: compat.Var | compat.Literal) -> int | None:
     """The value of a literal that is an integer (or boolean) scalar, else None."""
     return int(v.val) if isinstance(v, compat.Literal) and _is_integer(v.aval) else None
 

@@ -36,7 +36,7 @@ def inline(jaxpr: compat.Jaxpr, in_loop: bool = False) -> compat.Jaxpr:
 
 def _inline_into(
     out: list[compat.JaxprEqn],
-    env: dict[Any, Any],
+    env: dict[compat.Var, compat.Var | compat.Literal],
     eqns: Iterable[compat.JaxprEqn],
     outer: compat.JaxprEqn | None,
     in_loop: bool,
@@ -115,7 +115,7 @@ def contains(jaxpr: compat.Jaxpr, primitives: Collection[compat.Primitive]) -> b
     )
 
 
-def literals_of(closed: compat.ClosedJaxpr) -> dict[Any, Any]:
+def literals_of(closed: compat.ClosedJaxpr) -> dict[compat.Var, compat.Literal]:
     """The constants of a jaxpr, by the variables that it has for them."""
     return {v: compat.Literal(c, v.aval) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
 

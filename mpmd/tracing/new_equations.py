@@ -1,8 +1,8 @@
 """New equations for a jaxpr: those of a function, or of another jaxpr, on variables that are there."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
@@ -64,7 +64,7 @@ def _operation_jaxpr(
     avals: tuple[compat.Aval, ...],
     args: tuple[int, ...],
     mesh: AbstractMesh,
-    context: Any,
+    context: Hashable,
 ) -> compat.ClosedJaxpr:
     return _trace_on(lambda *xs: getattr(operation, method)(*xs, *args), avals, mesh)
 
@@ -84,7 +84,7 @@ def _mesh_of(avals: Sequence[compat.Aval]) -> AbstractMesh:
 
 def full_equations(result: compat.Var, value: float) -> list[compat.JaxprEqn]:
     """The equations that make `result`, an array of one value."""
-    aval: Any = result.aval
+    aval = result.aval
 
     def full() -> jax.Array:
         return jax.lax.full(aval.shape, value, aval.dtype, sharding=explicit_sharding(aval))

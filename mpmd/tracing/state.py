@@ -3,9 +3,10 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
+from mpmd.ops.lists import TreeDef
 from mpmd.tracing.trace import Trace
 
 
@@ -44,7 +45,7 @@ def match_state(trace: Trace) -> tuple[int | None, ...]:
 class _Subtree(NamedTuple):
     """A part of a tree: its structure, and the number of its first leaf."""
 
-    tree: Any  # a PyTreeDef
+    tree: TreeDef
     start: int
 
     @property
@@ -79,6 +80,6 @@ class _Subtree(NamedTuple):
                 yield from child.subtrees(depth - 1)
 
 
-def _arguments(in_tree: Any) -> list[_Subtree]:
+def _arguments(in_tree: TreeDef) -> list[_Subtree]:
     """Those of a call, by position and by name."""
     return [argument for some in _Subtree(in_tree, 0).children() for argument in some.children()]

@@ -6,14 +6,13 @@ variable of its surroundings (a schedule, a flag, a size), which has another val
 
 import dis
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
 
 
 class _Same:
     """Equal to itself alone; keeps the object alive, so that its identity is not given to another."""
 
-    def __init__(self, x: Any):
+    def __init__(self, x: object):
         self.x = x
 
     def __eq__(self, other: object) -> bool:
@@ -32,7 +31,7 @@ def surroundings(fun: Callable) -> tuple:
     return tuple(_values(fun, set()))
 
 
-def _values(fun: Any, seen: set[int]) -> Iterator[Any]:
+def _values(fun: object, seen: set[int]) -> Iterator[Hashable]:
     if id(fun) in seen:
         return
     seen.add(id(fun))

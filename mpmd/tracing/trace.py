@@ -6,7 +6,6 @@ import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -14,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.errors import StageError
+from mpmd.ops.lists import TreeDef
 from mpmd.ops.reductions import is_number_or_array
 from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
@@ -36,8 +36,8 @@ class Trace:
 
     jaxpr: compat.Jaxpr
     consts: tuple
-    in_tree: Any
-    out_tree: Any
+    in_tree: TreeDef
+    out_tree: TreeDef
     in_names: tuple[str, ...]
     out_names: tuple[str, ...]
     fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -64,7 +64,7 @@ class Trace:
 def trace_step(
     fun: Callable,
     avals: Sequence[Described],
-    in_tree: Any,
+    in_tree: TreeDef,
     in_names: Sequence[str],
     mpmd_mesh: MpmdMesh,
 ) -> Trace:
@@ -141,7 +141,7 @@ def _check_no_leaks(closed: compat.ClosedJaxpr) -> None:
             )
 
 
-def _check_results(fun: Callable, names: Sequence[str], leaves: Sequence[Any]) -> None:
+def _check_results(fun: Callable, names: Sequence[str], leaves: Sequence[object]) -> None:
     """Everything that a step returns is an array or a number."""
     for name, x in zip(names, leaves, strict=True):
         if not is_number_or_array(x):
@@ -179,14 +179,14 @@ _NAMING = ("axes", "axis_name", "axis_index_groups", "axis", "in_specs", "out_sp
 
 
 def _names_axis(eqn: compat.JaxprEqn, axis: str, names: tuple[str, ...]) -> bool:
-    found: list[Any] = [x for key, x in eqn.params.items() if key in _NAMING or isinstance(x, NamedSharding)]
+    found: list[object] = [x for key, x in eqn.params.items() if key in _NAMING or isinstance(x, NamedSharding)]
     if eqn.primitive.name == "shard_map":
         specs = [s for key in ("in_specs", "out_specs") for s in eqn.params[key]]
         found = [[e for e in (*s.partitions, *s.unreduced, *s.reduced) if e != names] for s in specs]
     return any(_mentions(x, axis) for x in found)
 
 
-def _mentions(value: Any, axis: str) -> bool:
+def _mentions(value: object, axis: str) -> bool:
     if isinstance(value, NamedSharding):
         value = value.spec
     if isinstance(value, PartitionSpec):  # axes of dimensions, and those over which values are (un)reduced

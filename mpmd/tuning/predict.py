@@ -5,7 +5,7 @@ import functools
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.mesh import Device, MpmdMesh
 from mpmd.costs.machine import Machine
 from mpmd.costs.simulation import SimulatedStep, simulate_program
 from mpmd.costs.work import works_of_program
@@ -138,7 +138,7 @@ class Predictor:
         """Seconds of the work on each device: groups that share one take turns."""
         if not self.mesh.groups_share_devices:
             return [0.0]
-        found: dict[Any, float] = {}
+        found: dict[Device, float] = {}
         for group, mesh in enumerate(self.mesh.groups):
             for device in mesh.devices.flat:
                 found[device] = found.get(device, 0.0) + step.busy[group]

@@ -77,8 +77,8 @@ def tuned(
 ) -> Tuning:
     """As `tune`, on a machine whose constants are given."""
     search = _Search(build, limit, machine)
-    counts: Any = NUM_MICROBATCHES if num_microbatches is None else num_microbatches
-    names: Any = SCHEDULES if schedules is None else schedules
+    counts = NUM_MICROBATCHES if num_microbatches is None else num_microbatches
+    names = SCHEDULES if schedules is None else schedules
     counts = (counts,) if isinstance(counts, int) else tuple(counts)
     names = (names,) if isinstance(names, (str, Schedule)) else tuple(names)
     if wrong := [count for count in counts if isinstance(count, bool)]:
@@ -120,7 +120,7 @@ class _Try:
     units: Units | None = None
     plan: Plan | None = None
 
-    def note(self, **changes: Any) -> None:
+    def note(self, **changes: object) -> None:
         """Changes some fields of the configuration."""
         self.configuration = dataclasses.replace(self.configuration, **changes)
 
