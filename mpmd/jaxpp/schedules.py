@@ -158,7 +158,7 @@ def _order(
     return order, {(one, other) for one, other in pairs if one.microbatch != other.microbatch}
 
 
-def _task(schedule: BaseSchedule, one: Any) -> scheduler.Task:
+def _task(schedule: BaseSchedule, one: object) -> scheduler.Task:
     if not isinstance(one, JaxppTask):
         raise ScheduleError(
             f"{type(schedule).__name__}.tasks: {one!r} is a {type(one).__name__}. Make tasks by"
