@@ -228,7 +228,7 @@ def _described(program: XlaProgram, executable: object) -> jax.stages.Compiled:
     return jax.stages.Compiled(unloaded.load(), [], args_info, jax.tree.structure(out_avals), no_kwargs=False)
 
 
-def _unloaded(compiled: jax.stages.Compiled) -> pxla.UnloadedMeshExecutable:
+def _unloaded(compiled: jax.stages.Compiled) -> "pxla.UnloadedMeshExecutable":
     """JAX's description of a compiled program."""
     executable: Any = compiled._executable
     return executable._unloaded_executable

@@ -71,7 +71,7 @@ def renamed(v: Var | Literal, names: Mapping[Any, Var | Literal]) -> Var | Liter
     return v if isinstance(v, Literal) else names.get(v, v)
 
 
-def _effects(eqns: Sequence[JaxprEqn]) -> frozenset[effects.Effect]:
+def _effects(eqns: Sequence[JaxprEqn]) -> frozenset[object]:
     return frozenset().union(*(e.effects for e in eqns))
 
 
@@ -187,7 +187,7 @@ def has_effects(eqn: JaxprEqn) -> bool:
     return any(not isinstance(e, core.NamedAxisEffect) for e in eqn.effects)
 
 
-def effects_outside(eqn: JaxprEqn, effects: Iterable[effects.Effect]) -> set[effects.Effect]:
+def effects_outside(eqn: JaxprEqn, effects: Iterable[object]) -> set[object]:
     """Of the effects inside of an equation, those that it has itself: a `shard_map` binds the names of its axes."""
     bound = eqn.params.get("newly_manual_axes", ())
     return {e for e in effects if not (isinstance(e, core.NamedAxisEffect) and e.name in bound)}
@@ -247,7 +247,7 @@ def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
     return discharge_state(closed) if core.internal_mutable_array_effect in closed.effects else closed
 
 
-def shaped_array(x: Any) -> Any:
+def shaped_array(x: object) -> Any:
     """The abstract value (with its sharding type) of an array or a `ShapeDtypeStruct`."""
     return core.shaped_abstractify(x)
 

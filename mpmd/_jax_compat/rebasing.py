@@ -38,7 +38,7 @@ class _Rebase:
         self.types = dict(zip(group_mesh.axis_names, group_mesh.axis_types, strict=True))
         self.vars: dict[Var, Var] = {}
         self.meshes: dict[Mesh | AbstractMesh, AbstractMesh] = {}
-        self.avals: dict[core.AbstractValue, core.AbstractValue] = {}
+        self.avals: dict[ShapedArray, ShapedArray] = {}
         self.contexts: dict[core.JaxprEqnContext, core.JaxprEqnContext] = {}
         self.is_in_kernel = False
 
@@ -51,7 +51,7 @@ class _Rebase:
             self.meshes[mesh] = self.group.update(axis_types=types)
         return self.meshes[mesh]
 
-    def aval(self, aval: core.AbstractValue) -> core.AbstractValue:
+    def aval(self, aval: Any) -> Any:
         if isinstance(aval, AbstractRef):  # in the body of a kernel
             return aval.update(inner_aval=self.aval(aval.inner_aval))
         sharding = getattr(aval, "sharding", None)

@@ -151,15 +151,9 @@ def _jaxpr_of_another(original: Callable, step: _Tracing, jaxpr: Jaxpr, *args: o
 
 
 def _replicated_without_a_rule(
-    original: Callable,
-    step: _Tracing,
-    primitive: object,
-    rule: object,
-    other_rule: object,
-    num_out: int | None,
-    *avals: ShapedArray,
-    **params: object,
-):
+    original: Callable, step: _Tracing, primitive: object, rule: object, other_rule: object, num_out: int | None,
+    *avals: ShapedArray, **params: object,
+):  # fmt: skip
     """Some operations have no rule for Explicit axes: what they make of replicated operands is replicated.
 
     An operand that was computed while the step is traced may be on the whole mesh.

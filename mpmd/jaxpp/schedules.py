@@ -2,7 +2,6 @@
 
 import enum
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -133,7 +132,7 @@ def _translated(schedule: BaseSchedule, num_microbatches: int) -> scheduler.Cust
 
 
 def _order(
-    schedule: BaseSchedule, row: Iterable[Any]
+    schedule: BaseSchedule, row: Tasks
 ) -> tuple[list[scheduler.Task], set[tuple[scheduler.Task, scheduler.Task]]]:
     """A group's tasks as ours, and the pairs of them that can run as one program.
 

@@ -17,6 +17,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.specs import as_spec
 from mpmd.jaxpp.schedules import JaxppTask, TaskType
+from mpmd.observe.records import Ran
 from mpmd.ops import stage_end
 from mpmd.ops.reductions import Add, Concat, Operation
 from mpmd.stages import Compiled
@@ -246,7 +247,7 @@ def collect_task_times_ms(enabled: bool = True) -> Iterator[dict[str, list[float
         _task_times.reset(token)
 
 
-def _title(ran: Any) -> str:
+def _title(ran: Ran) -> str:
     """`fwd_0`, without the microbatch; of other programs their name."""
     tasks = [JaxppTask.make(t.stage, t.microbatch, TaskType(t.kind)) for t in ran.tasks]
     return "+".join(str(task).partition("__")[0] for task in tasks) or ran.name
