@@ -71,7 +71,7 @@ def renamed(v: Var | Literal, names: Mapping[Any, Var | Literal]) -> Var | Liter
     return v if isinstance(v, Literal) else names.get(v, v)
 
 
-def _effects(eqns: Sequence[JaxprEqn]) -> frozenset[object]:
+def _effects(eqns: Sequence[JaxprEqn]) -> frozenset[Any]:
     return frozenset().union(*(e.effects for e in eqns))
 
 
