@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path as File
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from scheduler.base.exits import run_and_exit
 from scheduler.base.texts import counted, human
 from scheduler.base.waiting import waiting
 
+T = TypeVar("T")
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _FOLDERS = """\
 DIR is what was given to Orbax's `save`, a CheckpointManager's folder (its latest step, or --step), or one of its steps;
@@ -167,7 +168,7 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
         return
     received: list[int] = []
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, frame: object) -> None:
         received.append(number)
         signal.signal(number, signal.SIG_DFL)
 
@@ -179,10 +180,10 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
     """What `argparse` calls for a text; it shows the message of an `ArgumentTypeError`, and of no other."""
 
-    def parsed(text: str) -> Any:
+    def parsed(text: str) -> T:
         try:
             return parse(text)
         except ValueError as error:
@@ -252,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_readers(commands: Any) -> None:
+def _add_readers(commands: argparse._SubParsersAction) -> None:
     text = "print the tree, shapes, dtypes, bytes and chunks of a checkpoint"
     inspect = _command(commands, "inspect", _inspect, text, _FOLDERS)
     text = "print what each process of a layout would read of a checkpoint"
@@ -265,7 +266,7 @@ def _add_readers(commands: Any) -> None:
         _add_step(command)
 
 
-def _add_convert(commands: Any) -> None:
+def _add_convert(commands: argparse._SubParsersAction) -> None:
     text = "make a checkpoint of another one, which is not touched"
     order = "--rename, --stack and --unstack are done in the order given, after --only and --drop, before the rest.\n"
     command = _command(commands, "convert", _convert, text, _FOLDERS.replace("DIR", "SRC") + _PATTERNS + order)
@@ -284,7 +285,7 @@ def _add_convert(commands: Any) -> None:
 
 
 def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, more: str
+    commands: argparse._SubParsersAction, name: str, run: Callable[[argparse.Namespace], int], text: str, more: str
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(
         name,

@@ -45,7 +45,7 @@ def in_v1(module: str) -> Any:
     return None
 
 
-def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+def around(owner: object, name: str) -> Callable[[Callable], None]:
     """Puts a function around one of Orbax's: it is given that one, then the arguments. Nothing if a release lacks it.
 
     Args:
@@ -54,7 +54,7 @@ def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     """
     plain = getattr(owner, name, None)
 
-    def put(function: Callable[..., Any]) -> None:
+    def put(function: Callable) -> None:
         if plain is None:
             return
 

@@ -87,7 +87,7 @@ def spmd_to_mpmd_reshard(
         0
     """
 
-    def check(source: Any, target: Any) -> str | None:
+    def check(source: object, target: object) -> str | None:
         if isinstance(source, MpmdArray):
             return "is an MpmdArray already; use mpmd_to_mpmd_reshard"
         return _fault_of_target(target, mpmd_mesh)
@@ -113,7 +113,7 @@ def mpmd_to_spmd_reshard(
         The same tree of `jax.Array`, or numpy arrays.
     """
 
-    def check(source: Any, target: Any) -> str | None:
+    def check(source: object, target: object) -> str | None:
         if not isinstance(source, MpmdArray):
             return f"is a {type(source).__name__}, not an MpmdArray"
         if source.mpmd_sharding.mpmd_mesh != mpmd_mesh:
@@ -142,7 +142,7 @@ def mpmd_to_mpmd_reshard(
         The same tree of `MpmdArray`.
     """
 
-    def check(source: Any, target: Any) -> str | None:
+    def check(source: object, target: object) -> str | None:
         if not isinstance(source, MpmdArray):
             return f"is a {type(source).__name__}, not an MpmdArray"
         return _fault_of_target(target, None)
@@ -150,7 +150,7 @@ def mpmd_to_mpmd_reshard(
     return _reshard(mpmd_arrays, mpmd_shardings, "mpmd_shardings", check, threshold, donate, progress)
 
 
-def _fault_of_target(target: Any, mpmd_mesh: MpmdMesh | None) -> str | None:
+def _fault_of_target(target: object, mpmd_mesh: MpmdMesh | None) -> str | None:
     if not isinstance(target, MpmdSharding):
         return f"goes to a {type(target).__name__}, not an MpmdSharding"
     if mpmd_mesh is not None and target.mpmd_mesh != mpmd_mesh:
@@ -164,7 +164,7 @@ def _reshard(
     tree: Any,
     shardings: Any,
     name: str,
-    check: Callable[[Any, Any], str | None],
+    check: Callable[[object, object], str | None],
     threshold: int | str | None,
     donate: bool,
     progress: ProgressCallback | bool | None,
@@ -227,7 +227,7 @@ def _as_jax_would(source: Any, job: Job | None) -> Any:
     return source
 
 
-def _fault_of_source(source: Any, job: Job | None) -> str | None:
+def _fault_of_source(source: object, job: Job | None) -> str | None:
     if isinstance(source, np.ndarray):
         known = source.dtype == bool or jnp.issubdtype(source.dtype, np.number)
         return None if known else f"has the dtype {source.dtype}, which JAX has no arrays of"
@@ -256,12 +256,12 @@ def _fault_of_place(target: Any, job: Job | None) -> str | None:
     return f"goes to {elsewhere} devices of other processes" if elsewhere else None
 
 
-def _is_everywhere(x: Any) -> bool:
+def _is_everywhere(x: object) -> bool:
     """Whether each process has a host array, or keys on a device of its own."""
     return isinstance(x, np.ndarray) or (is_plain(x) and x.is_fully_addressable)
 
 
-def _data(source: Any, job: Job | None) -> Any:
+def _data(source: jax.Array | np.ndarray, job: Job | None) -> jax.Array | np.ndarray:
     """What is moved of an array: itself, or of keys their data, which beside other processes is on the host."""
     data = keys.to_data(source)
     return np.asarray(data) if job is not None and keys.is_key(source.dtype) and _is_everywhere(source) else data
@@ -291,8 +291,9 @@ def _free_host_memory() -> int:
 
 @compat.api_boundary
 def logically_stacked(
-    array: Any, comm_mesh: Mesh, mesh_axis_name: str, array_axis: int = 0, strict: bool = False
-) -> jax.Array:
+    array: jax.Array | Sequence[jax.Array], comm_mesh: Mesh, mesh_axis_name: str, array_axis: int = 0,
+    strict: bool = False,
+) -> jax.Array:  # fmt: skip
     """Sees the arrays that groups have as one, with a new axis that is sharded over the groups; moves nothing.
 
     Args:

@@ -7,11 +7,10 @@ that are only names, which `NamedSharding`, `MpmdMesh` and `MpmdSharding` take l
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from mpmd.arrays.mesh import Device
 from scheduler.base.texts import counted
@@ -54,7 +53,7 @@ def describe_mesh(
     devices_per_host: int = 8,
     devices_per_process: int | None = None,
     first_device: int = 0,
-    axis_types: Any = None,
+    axis_types: tuple[AxisType, ...] | None = None,
 ) -> Mesh:
     """A mesh of devices that need not exist, to plan with.
 

@@ -13,7 +13,7 @@ from reshard.places import EveryHost, HostMemory
 from scheduler.base.texts import counted
 
 
-def is_sharding(x: Any) -> bool:
+def is_sharding(x: object) -> bool:
     """Whether it says where an array is: JAX's shardings, those of groups, and the memory of hosts."""
     return isinstance(x, (MpmdSharding, jax.sharding.Sharding, HostMemory, EveryHost))
 

@@ -5,7 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from scheduler import commands
 from scheduler.base.exits import run_and_exit
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_command(
-    subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, example: str
+    subparsers: argparse._SubParsersAction, name: str, run: Callable[[argparse.Namespace], int], text: str, example: str
 ) -> argparse.ArgumentParser:
     command = subparsers.add_parser(
         name,
@@ -128,7 +128,7 @@ def _add_pictures(command: argparse.ArgumentParser) -> None:
     command.add_argument("--csv", metavar="FILE", help="write the orders as torch.distributed.pipelining reads them")
 
 
-def _add_show(subparsers: Any) -> None:
+def _add_show(subparsers: argparse._SubParsersAction) -> None:
     example = "show 1f1b --stages 4 --microbatches 8 --svg 1f1b.svg"
     command = _add_command(subparsers, "show", commands.show, "Draw one schedule.", example)
     command.add_argument("schedule", help=f"a CSV file of orders, or one of {_NAMES}")
@@ -138,7 +138,7 @@ def _add_show(subparsers: Any) -> None:
     command.add_argument("--width", type=_count, default=150, help="characters for the picture (default 150)")
 
 
-def _add_compare(subparsers: Any) -> None:
+def _add_compare(subparsers: argparse._SubParsersAction) -> None:
     text, example = "A table of all built-in schedules.", "compare --stages 8 --microbatches 32 --memory 8"
     command = _add_command(subparsers, "compare", commands.compare, text, example)
     _add_sizes(command, required=False)
@@ -148,7 +148,7 @@ def _add_compare(subparsers: Any) -> None:
     command.add_argument("--memory", type=_number, metavar="X", help="leave out what holds more in some group")
 
 
-def _add_search(subparsers: Any) -> None:
+def _add_search(subparsers: argparse._SubParsersAction) -> None:
     text = "Search for a better order than the built-in ones."
     example = "search --stages 16 --groups 8 --microbatches 16 --placement v --memory 10 --csv found.csv"
     command = _add_command(subparsers, "search", commands.search, text, example)
@@ -162,7 +162,7 @@ def _add_search(subparsers: Any) -> None:
     command.add_argument("--seed", type=int, default=0, help="for the random choices (default 0)")
 
 
-def _add_check(subparsers: Any) -> None:
+def _add_check(subparsers: argparse._SubParsersAction) -> None:
     text, example = "Prove that orders in a file are right, or list the faults.", "check orders.csv --stages 4"
     command = _add_command(subparsers, "check", commands.check, text, example)
     command.add_argument("file", help="orders, one row a rank, cells such as 2F0, 1B0, 1I0, 1W0")

@@ -19,6 +19,7 @@ from scheduler.programs.lowering import lower
 from scheduler.schedules.catalogue import make, on_groups, split_costs
 from scheduler.schedules.custom import CustomSchedule
 from scheduler.schedules.list_scheduling import Problem
+from scheduler.task import Schedule
 from scheduler.timing.costs import Costs
 from scheduler.timing.simulate import simulate
 from scheduler.timing.timeline import Timeline, critical_path_text, to_text
@@ -28,7 +29,7 @@ def show(options: argparse.Namespace) -> int:
     """One schedule, drawn."""
     path = Path(options.schedule)
     if path.suffix == ".csv":
-        schedule: Any = CustomSchedule.from_csv(path)
+        schedule: Schedule = CustomSchedule.from_csv(path)
         num_microbatches = schedule.num_microbatches
     else:
         if options.microbatches is None:

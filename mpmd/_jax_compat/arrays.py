@@ -2,8 +2,8 @@
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -14,14 +14,16 @@ from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+A = TypeVar("A", bound=jax.Array)
 
-def typed_as(x: Any, sharding: NamedSharding) -> Any:
+
+def typed_as(x: jax.Array, sharding: NamedSharding) -> ShapedArray:
     """The type of an array of this shape, dtype and sharding."""
     return core.update_aval_with_sharding(ShapedArray(x.shape, x.dtype, x.weak_type), sharding)
 
 
 def register_array_type(
-    cls: type, read: Callable[[Any], Any], sharding: Callable[[Any], NamedSharding], mismatch: Callable[..., str]
+    cls: type[A], read: Callable[[A], jax.Array], sharding: Callable[[A], NamedSharding], mismatch: Callable[..., str]
 ) -> None:
     """Lets JAX's functions take objects of `cls` for the `jax.Array` that `read(x)` gives, of sharding `sharding(x)`.
 
@@ -42,10 +44,10 @@ def register_array_type(
 
         __slots__ = ("of", "sharding")
 
-        def __init__(self, of: Any):
+        def __init__(self, of: A):
             self.of, self.sharding = of, sharding(of)
 
-    def aval(argument: Argument) -> Any:
+    def aval(argument: Argument) -> ShapedArray:
         error = sys.exc_info()[1]  # JAX asks for the types once more to tell of a mismatch
         if error is not None and isinstance(error, getattr(stages, "DeviceAssignmentMismatchError", ())):
             first, second = error.args[0]
@@ -60,7 +62,7 @@ def register_array_type(
     tree_util.dispatch_registry.register_node(cls, lambda x: ((read(x),), None), lambda _, leaves: leaves[0])
 
 
-def explain_mismatches(mismatch: Callable[[Any, Any], str | None]) -> None:
+def explain_mismatches(mismatch: Callable[..., str | None]) -> None:
     """JAX's error of arguments on different devices is `mismatch(devices, other_devices)` where that is not None.
 
     Where JAX writes it in another way, it stays JAX's.
@@ -70,7 +72,7 @@ def explain_mismatches(mismatch: Callable[[Any, Any], str | None]) -> None:
         return
 
     @functools.wraps(original)
-    def explained(function: Any, places: Any, *args: Any, **kwargs: Any) -> str:
+    def explained(function: object, places: Iterable[object], *args: object, **kwargs: object) -> str:
         found = [getattr(place, "da", None) for place in places]
         text = mismatch(*found) if len(found) == 2 and None not in found else None
         return text or original(function, places, *args, **kwargs)
@@ -117,5 +119,5 @@ def put_on_one_device(xs: Sequence[np.ndarray], shardings: Sequence[NamedShardin
 
 
 @functools.lru_cache(maxsize=4096)
-def _type(shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding) -> Any:
+def _type(shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding) -> ShapedArray:
     return core.update_aval_with_sharding(ShapedArray(shape, dtype), sharding)

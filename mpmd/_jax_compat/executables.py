@@ -12,6 +12,7 @@ from jax._src import config, stages
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import UNSPECIFIED, parse_flatten_op_sharding
+from jax.core import ShapedArray
 from jax.extend.backend import get_compile_options
 from jax.sharding import Mesh, NamedSharding
 
@@ -41,7 +42,7 @@ class XlaProgram:
     in_shardings: tuple[NamedSharding | None, ...]
     out_shardings: tuple[NamedSharding | None, ...]
     donate: tuple[int, ...]
-    options: dict[str, Any] | None
+    options: dict[str, object] | None
 
     @functools.cached_property
     def folder(self) -> Folder | None:
@@ -184,7 +185,7 @@ def _loaded(serialized: bytes, mesh: Mesh) -> tuple[Any, Any]:
     return client.deserialize_executable(serialized, device_list, options), device_list
 
 
-def _described(program: XlaProgram, executable: Any) -> jax.stages.Compiled:
+def _described(program: XlaProgram, executable: object) -> jax.stages.Compiled:
     """What JAX makes of an executable of XLA, from the program alone: without lowering it."""
     devices = xla_client.DeviceList(tuple(program.mesh.devices.flat))
     ins, outs = (
@@ -192,8 +193,8 @@ def _described(program: XlaProgram, executable: Any) -> jax.stages.Compiled:
         for shardings in (program.in_shardings, program.out_shardings)
     )
     arguments = zip(program.closed.jaxpr.invars, program.in_shardings, strict=True)
-    in_avals: list[Any] = [shaped_array(abstract(v.aval, s)) for v, s in arguments]
-    out_avals: list[Any] = [v.aval for v in program.closed.jaxpr.outvars]
+    in_avals: list[ShapedArray] = [shaped_array(abstract(v.aval, s)) for v, s in arguments]
+    out_avals: list[ShapedArray] = [v.aval for v in program.closed.jaxpr.outvars]
     found_ins = pxla._maybe_get_and_check_in_shardings(executable, ins, devices, in_avals, 0)
     found_outs = pxla._maybe_get_and_check_out_shardings(executable, outs, devices, out_avals, 0)
     none = [None] * len(in_avals), [None] * len(out_avals)
@@ -227,7 +228,7 @@ def _described(program: XlaProgram, executable: Any) -> jax.stages.Compiled:
     return jax.stages.Compiled(unloaded.load(), [], args_info, jax.tree.structure(out_avals), no_kwargs=False)
 
 
-def _unloaded(compiled: jax.stages.Compiled) -> Any:
+def _unloaded(compiled: jax.stages.Compiled) -> "pxla.UnloadedMeshExecutable":
     """JAX's description of a compiled program."""
     executable: Any = compiled._executable
     return executable._unloaded_executable
@@ -244,16 +245,16 @@ def _same(described: jax.stages.Compiled, compiled: jax.stages.Compiled) -> bool
     return theirs.pgle_profiler is None and all(_plain(getattr(ours, n)) == _plain(getattr(theirs, n)) for n in names)
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: object) -> object:
     return tuple(x) if isinstance(x, (list, tuple)) else x
 
 
-def abstract(aval: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+def abstract(aval: ShapedArray, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
     """An argument of a program, for `jax.jit(...).lower`."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
-def _moved(sharding: Any, mesh: Mesh) -> jax.sharding.Sharding:
+def _moved(sharding: object, mesh: Mesh) -> jax.sharding.Sharding:
     if isinstance(sharding, NamedSharding):
         return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
@@ -261,7 +262,7 @@ def _moved(sharding: Any, mesh: Mesh) -> jax.sharding.Sharding:
     raise TypeError(f"cannot move {sharding}")
 
 
-def named_sharding(sharding: Any, mesh: Mesh) -> NamedSharding:
+def named_sharding(sharding: jax.sharding.Sharding, mesh: Mesh) -> NamedSharding:
     """A `GSPMDSharding` that XLA reports, as a spec on `mesh`."""
     parsed = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(mesh.size), mesh)
     return NamedSharding(mesh, parsed[0])

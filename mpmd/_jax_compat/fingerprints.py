@@ -11,7 +11,7 @@ import importlib.metadata
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -34,6 +34,8 @@ from mpmd._jax_compat.parameters import opened
 # Of all that is below, and of how this package gives a jaxpr to `jax.jit`. With another, nothing stored is found.
 _FORMAT = 3
 
+T = TypeVar("T")
+
 _KEY_DTYPE, _KEY_IMPLEMENTATION = type(jax.random.key_dtype()), type(threefry_prng_impl)
 
 
@@ -44,7 +46,7 @@ def fingerprint(
     in_shardings: Sequence[NamedSharding | None],
     out_shardings: Sequence[NamedSharding | None],
     donate: Sequence[int],
-    options: Mapping[str, Any] | None,
+    options: Mapping[str, object] | None,
 ) -> str | None:
     """A hexadecimal number that is the same for this program in every process; None if there is no such number.
 
@@ -165,7 +167,7 @@ class _Writer:
                 return written
         raise _NotDescribedError(f"{kind.__module__}.{kind.__qualname__}")
 
-    def _memoized(self, x: Any, write: Callable[[Any], object]) -> str:
+    def _memoized(self, x: T, write: Callable[[T], object]) -> str:
         """What occurs often, as one short text."""
         if id(x) not in self._known:
             self._known[id(x)] = x, _digest(write(x))
@@ -175,7 +177,7 @@ class _Writer:
         names = [n for n in type(x).__slots__ if n != "__weakref__"]
         return (type(x).__name__, *((n, self.value(getattr(x, n))) for n in names if hasattr(x, n)))
 
-    def _array(self, x: Any) -> object:
+    def _array(self, x: object) -> object:
         """An array by its content."""
         if isinstance(x, jax.Array):
             # The content of a tracer or of an array of other processes is not here; a weak type is more than content.
@@ -188,7 +190,7 @@ class _Writer:
             raise _NotDescribedError
         return "array", self.value(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
 
-    def _type(self, x: Any) -> object:
+    def _type(self, x: object) -> object:
         """A dtype, or what makes keys."""
         if isinstance(x, type) and issubclass(x, np.generic):
             return self.value(np.dtype(x))
@@ -293,7 +295,7 @@ def _primitives(num_modules: int) -> frozenset[Primitive]:
 
 
 @functools.cache
-def _names(fun: Any) -> tuple[object, ...]:
+def _names(fun: object) -> tuple[object, ...]:
     """The names of a function and of those that it was made of, all of which JAX defines."""
     inner: list[object] = []
     if isinstance(fun, functools.partial):

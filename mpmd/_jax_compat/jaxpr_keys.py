@@ -1,7 +1,6 @@
 """Hashable keys of jaxprs: equal where they compile to the same program."""
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
 
 import numpy as np
 from jax.core import ShapedArray
@@ -25,14 +24,14 @@ class _Key:
     def __init__(self):
         self.numbers: dict[Var, int] = {}
 
-    def atom(self, v: Any) -> Hashable:
+    def atom(self, v: Var | Literal) -> Hashable:
         if isinstance(v, Literal):
             return "lit", np.asarray(v.val).tobytes(), self.aval(v.aval)
         if isinstance(v, DropVar):
             return "_"
         return self.numbers.setdefault(v, len(self.numbers))
 
-    def aval(self, aval: Any) -> Hashable:
+    def aval(self, aval: object) -> Hashable:
         if isinstance(aval, ShapedArray):
             return aval  # JAX keeps one object for all equal ones
         sharding = getattr(aval, "sharding", None)
@@ -44,7 +43,7 @@ class _Key:
             str(aval) if getattr(aval, "vma", None) or getattr(aval, "memory_space", None) is not None else None,
         )
 
-    def value(self, x: Any) -> Hashable:
+    def value(self, x: object) -> Hashable:
         if type(x) in PLAIN:
             return x
         if isinstance(x, ClosedJaxpr):
@@ -72,7 +71,7 @@ class _Key:
         eqns = tuple(self.equation(eqn, self.atom) for eqn in jaxpr.eqns)
         return head, eqns, tuple(self.atom(v) for v in jaxpr.outvars)
 
-    def equation(self, eqn: JaxprEqn, operand: Callable[[Any], Hashable]) -> Hashable:
+    def equation(self, eqn: JaxprEqn, operand: Callable[[Var | Literal], Hashable]) -> Hashable:
         return (
             eqn.primitive.name,
             tuple(operand(v) for v in eqn.invars),

@@ -66,7 +66,7 @@ def make_jaxpr(
     )
 
 
-def renamed(v: Any, names: Mapping[Any, Any]) -> Any:
+def renamed(v: Var | Literal, names: Mapping[Any, Var | Literal]) -> Var | Literal:
     """The variable or literal that stands for `v`; `v` itself where `names` has none."""
     return v if isinstance(v, Literal) else names.get(v, v)
 
@@ -79,7 +79,7 @@ def with_new_vars(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same jaxpr with variables of its own."""
     env: dict[Var, Var] = {}
 
-    def fresh(v: Any) -> Any:
+    def fresh(v: Var | Literal) -> Var | Literal:
         if isinstance(v, Literal):
             return v
         if v not in env:
@@ -120,13 +120,13 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def scan_params(eqn: JaxprEqn, body: ClosedJaxpr, num_consts: int, num_carry: int) -> dict[str, Any]:
+def scan_params(eqn: JaxprEqn, body: ClosedJaxpr, num_consts: int, num_carry: int) -> dict[str, object]:
     """The parameters of a `scan` (or of a `while`, but for its condition) with another body."""
     if "body_nconsts" in eqn.params:
         return {**eqn.params, "body_jaxpr": body, "body_nconsts": num_consts}
     num_in, num_out = len(body.jaxpr.invars), len(body.jaxpr.outvars)
     if "num_carry" in eqn.params:
-        sizes: dict[str, Any] = {"num_consts": num_consts, "num_carry": num_carry}
+        sizes: dict[str, object] = {"num_consts": num_consts, "num_carry": num_carry}
         if "linear" in eqn.params:
             sizes["linear"] = (False,) * num_in
     else:
@@ -135,7 +135,7 @@ def scan_params(eqn: JaxprEqn, body: ClosedJaxpr, num_consts: int, num_carry: in
     return {**eqn.params, **sizes, "jaxpr": body}
 
 
-def _flat_tree(sizes: Sequence[int]) -> Any:
+def _flat_tree(sizes: Sequence[int]) -> object:
     from jax._src import flattree  # pyright: ignore[reportAttributeAccessIssue]  # not in JAX 0.10
 
     return flattree.pack(tuple(map(flattree.nones, sizes)))
@@ -166,10 +166,12 @@ def is_transposed(eqn: JaxprEqn) -> bool:
     return False
 
 
-def register_dce_rule(primitive: Primitive, rule: Callable[[Sequence[bool], JaxprEqn], Any]) -> None:
+def register_dce_rule(
+    primitive: Primitive, rule: Callable[[Sequence[bool], JaxprEqn], tuple[list[bool], JaxprEqn | None]]
+) -> None:
     """`rule(used, eqn)` tells JAX's dead-code elimination which inputs an equation needs, and what is left of it."""
 
-    def called(used: Sequence[bool], *rest: Any) -> Any:
+    def called(used: Sequence[bool], *rest: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
         return rule(used, rest[-1])  # since 0.12 JAX also says, before the equation, which refs are read later
 
     pe.dce_rules[primitive] = called
@@ -185,7 +187,7 @@ def has_effects(eqn: JaxprEqn) -> bool:
     return any(not isinstance(e, core.NamedAxisEffect) for e in eqn.effects)
 
 
-def effects_outside(eqn: JaxprEqn, effects: Any) -> Any:
+def effects_outside(eqn: JaxprEqn, effects: Iterable[object]) -> set[object]:
     """Of the effects inside of an equation, those that it has itself: a `shard_map` binds the names of its axes."""
     bound = eqn.params.get("newly_manual_axes", ())
     return {e for e in effects if not (isinstance(e, core.NamedAxisEffect) and e.name in bound)}
@@ -245,16 +247,16 @@ def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
     return discharge_state(closed) if core.internal_mutable_array_effect in closed.effects else closed
 
 
-def shaped_array(x: Any) -> Any:
+def shaped_array(x: object) -> Any:
     """The abstract value (with its sharding type) of an array or a `ShapeDtypeStruct`."""
     return core.shaped_abstractify(x)
 
 
-def is_ref(aval: Any) -> bool:
+def is_ref(aval: object) -> bool:
     """Whether this is the type of a ref, an array that equations change (`jax.new_ref`)."""
     return isinstance(aval, AbstractRef)
 
 
-def memory_kind(aval: Any) -> str | None:
+def memory_kind(aval: object) -> str | None:
     """The memory kind that a type says, None for the default one."""
     return "pinned_host" if getattr(aval, "memory_space", None) == jax.memory.Space.Host else None

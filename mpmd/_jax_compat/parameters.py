@@ -25,7 +25,7 @@ def opened(x: Any) -> Sequence[Any] | None:
     return x if kind is tuple else [getattr(x, name) for name in kind if hasattr(x, name)]
 
 
-def leaves(x: Any) -> Iterator[Any]:
+def leaves(x: object) -> Iterator[object]:
     """Everything in a parameter that holds no more, plain values apart."""
     if type(x) in PLAIN:
         return
@@ -37,7 +37,7 @@ def leaves(x: Any) -> Iterator[Any]:
             yield from leaves(part)
 
 
-def mapped(x: Any, change: Callable[[Any], Any]) -> Any:
+def mapped(x: object, change: Callable[[object], object]) -> object:
     """A parameter with `change(y)` for each of its leaves `y`; itself, if that changes nothing."""
     if type(x) in PLAIN:
         return x
@@ -48,7 +48,7 @@ def mapped(x: Any, change: Callable[[Any], Any]) -> Any:
     return x if all(a is b for a, b in zip(parts, new, strict=True)) else _with_parts(x, new)
 
 
-def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
+def jaxprs_in(params: Mapping[str, object]) -> Iterator[Jaxpr]:
     """The jaxprs among an equation's parameters."""
     for value in params.values():
         for x in leaves(value):

@@ -102,8 +102,8 @@ def observe_callbacks(observer: Callable[[Callable], contextlib.AbstractContextM
 
 
 def gather_by(
-    allgather: Callable[[Any, bool], np.ndarray | None],
-    broadcast: Callable[[Sequence[Any], bool], Sequence[np.ndarray] | None],
+    allgather: Callable[[object, bool], np.ndarray | None],
+    broadcast: Callable[[Sequence[object], bool], Sequence[np.ndarray] | None],
 ) -> None:
     """From now on JAX's own gathers among processes ask these first, and make a collective where they return None.
 

@@ -37,12 +37,12 @@ class _Rebase:
         self.whole_types = dict(zip(whole.axis_names, whole.axis_types, strict=True))
         self.types = dict(zip(group_mesh.axis_names, group_mesh.axis_types, strict=True))
         self.vars: dict[Var, Var] = {}
-        self.meshes: dict[Any, Any] = {}
-        self.avals: dict[Any, Any] = {}
-        self.contexts: dict[Any, Any] = {}
+        self.meshes: dict[Mesh | AbstractMesh, AbstractMesh] = {}
+        self.avals: dict[ShapedArray, ShapedArray] = {}
+        self.contexts: dict[core.JaxprEqnContext, core.JaxprEqnContext] = {}
         self.is_in_kernel = False
 
-    def mesh(self, mesh: Any) -> Any:
+    def mesh(self, mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
         if mesh.axis_names != self.names:
             return mesh
         if mesh not in self.meshes:
@@ -61,7 +61,7 @@ class _Rebase:
             self.avals[aval] = aval.update(sharding=self.leaf(sharding))
         return self.avals[aval]
 
-    def context(self, ctx: Any) -> Any:
+    def context(self, ctx: core.JaxprEqnContext) -> core.JaxprEqnContext:
         mesh = ctx.cur_abstract_mesh
         if mesh.axis_names != self.names:
             return ctx
@@ -73,11 +73,11 @@ class _Rebase:
             self.contexts[ctx] = core.JaxprEqnContext._create(*parts.values())
         return self.contexts[ctx]
 
-    def value(self, x: Any) -> Any:
+    def value(self, x: object) -> object:
         """A parameter of an equation."""
         return mapped(x, self.leaf)
 
-    def leaf(self, x: Any) -> Any:
+    def leaf(self, x: object) -> object:
         if isinstance(x, NamedSharding):
             return NamedSharding(self.mesh(x.mesh), self.spec(x.spec), memory_kind=x.memory_kind)
         if isinstance(x, PartitionSpec):
@@ -100,7 +100,7 @@ class _Rebase:
     def closed(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         return ClosedJaxpr(self.jaxpr(closed.jaxpr), closed.consts)
 
-    def var(self, v: Any) -> Any:
+    def var(self, v: Var | Literal) -> Var | Literal:
         if isinstance(v, Literal):
             # A constant with a type of its own carries the mesh that it was made under. A kernel may index by its
             # constants: they stay numbers.

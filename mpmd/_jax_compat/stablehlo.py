@@ -59,7 +59,7 @@ def exported_stablehlo(program: str | bytes) -> jax.export.Exported:
         )  # fmt: skip
 
 
-def _parsed(program: str | bytes) -> Any:
+def _parsed(program: str | bytes) -> ir.Module:
     try:
         if isinstance(program, bytes):
             try:
@@ -71,12 +71,12 @@ def _parsed(program: str | bytes) -> Any:
         raise ValueError(f"it cannot be parsed: {str(e).strip().splitlines()[-1]}") from None
 
 
-def _is_private(function: Any) -> bool:
+def _is_private(function: ir.OpView) -> bool:
     visibility = function.operation.attributes.get("sym_visibility")
     return visibility is not None and ir.StringAttr(visibility).value == "private"
 
 
-def _array_type(t: Any, what: str) -> Any:
+def _array_type(t: ir.Type, what: str) -> ShapedArray:
     if not isinstance(t, ir.RankedTensorType):
         raise ValueError(f"{what} is {t}, not an array")
     t = ir.RankedTensorType(t)
@@ -95,7 +95,9 @@ _DTYPES = (
 )  # fmt: skip
 
 
-def _shardings(main: Any, which: str, avals: Sequence[Any], symbols: Any) -> tuple[tuple, tuple]:
+def _shardings(
+    main: ir.OpView, which: str, avals: Sequence[ShapedArray], symbols: ir.SymbolTable
+) -> tuple[tuple, tuple]:
     """The shardings that a function's arguments or results are annotated with: (Shardy ones, HLO ones)."""
     attributes = main.operation.attributes.get("arg_attrs" if which == "arg" else "res_attrs")
     named: list = [None] * len(avals)
@@ -109,11 +111,11 @@ def _shardings(main: Any, which: str, avals: Sequence[Any], symbols: Any) -> tup
     return tuple(named), tuple(hlo)
 
 
-def _axes(mesh: Any) -> list:
+def _axes(mesh: ir.Attribute) -> list:
     return [sdy.MeshAxisAttr(a) for a in sdy.MeshAttr(mesh).axes]
 
 
-def _named_sharding(attribute: Any, symbols: Any) -> NamedSharding:
+def _named_sharding(attribute: "sdy.TensorShardingAttr", symbols: Any) -> NamedSharding:
     reference = attribute.mesh_or_ref
     if isinstance(reference, ir.FlatSymbolRefAttr):
         reference = symbols[reference.value].mesh

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -112,10 +113,10 @@ class Folder:
             self._write(self._cache._path / f"{key}-cache", entry)
         return entry
 
-    def _file(self, fingerprint: str) -> Any:
+    def _file(self, fingerprint: str) -> Path:
         return self._cache._path / f"{fingerprint}{_SUFFIX}"
 
-    def _write(self, name: Any, content: bytes) -> None:
+    def _write(self, name: Path, content: bytes) -> None:
         """All at once, also where several processes write the same file."""
         temporary = name.parent / f"{name.name}.{os.getpid()}.{threading.get_ident()}.{time.time_ns()}"
         temporary.write_bytes(content)

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 from jax._src import config, core
 from jax.core import ShapedArray
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from mpmd._jax_compat.jaxprs import ClosedJaxpr
+from mpmd._jax_compat.jaxprs import ClosedJaxpr, Jaxpr
 from mpmd._jax_compat.rebasing import rebase
 
 
@@ -40,7 +40,7 @@ class _Tracing:
     axis: str | None
     is_mesh_set: bool  # by the user
 
-    def own_mesh(self, mesh: Any) -> Any:
+    def own_mesh(self, mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
         """The mesh of the step, in the place of another one."""
         return self.mesh if not mesh.empty and mesh.abstract_mesh in self.others else mesh
 
@@ -105,7 +105,7 @@ def _hook(module: str, owner: str, name: str, wrapper: Callable) -> None:
             setattr(other, name, hooked)
 
 
-def _own_mesh(step: _Tracing, mesh: Any) -> Any:
+def _own_mesh(step: _Tracing, mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The mesh of the step in the place of another one that the user names, unless in a context of its own."""
     return step.own_mesh(mesh) if current_mesh() == step.mesh else mesh
 
@@ -114,26 +114,28 @@ def _own_sharding(step: _Tracing, sharding: Any) -> Any:
     return step.own_sharding(sharding) if current_mesh() == step.mesh else sharding
 
 
-def _shard_map_of_another(original: Any, step: _Tracing, mesh: Any, *args: Any):
+def _shard_map_of_another(original: Callable, step: _Tracing, mesh: Mesh | AbstractMesh | None, *args: object):
     return original(mesh if mesh is None else _own_mesh(step, mesh), *args)
 
 
-def _sharding_of_another(original: Any, step: _Tracing, sharding: Any, *args: Any, **kwargs: Any):
+def _sharding_of_another(original: Callable, step: _Tracing, sharding: Any, *args: Any, **kwargs: Any):
     own = _own_sharding(step, sharding)
     return original(own if own is sharding else own.with_memory_kind(None), *args, **kwargs)
 
 
-def _array_of_another(original: Any, step: _Tracing, aval: Any, sharding: Any, *args: Any, **kwargs: Any):
+def _array_of_another(
+    original: Callable, step: _Tracing, aval: object, sharding: object, *args: object, **kwargs: object
+):
     """For the type of an array that the step closes over, such as a parameter."""
     return original(aval, _own_sharding(step, sharding), *args, **kwargs)
 
 
-def _axes_of_another(original: Any, step: _Tracing, *args: Any, **kwargs: Any):
+def _axes_of_another(original: Callable, step: _Tracing, *args: object, **kwargs: object):
     """For `auto_axes`, whose results have shardings."""
     return original(*args, **jax.tree.map(functools.partial(_own_sharding, step), kwargs))
 
 
-def _context_of_another(original: Any, step: _Tracing, context: Any):
+def _context_of_another(original: Callable, step: _Tracing, context: Any):
     named, context.mesh = context.mesh, _own_mesh(step, context.mesh)
     try:
         return original(context)
@@ -141,7 +143,7 @@ def _context_of_another(original: Any, step: _Tracing, context: Any):
         context.mesh = named
 
 
-def _jaxpr_of_another(original: Any, step: _Tracing, jaxpr: Any, *args: Any, **kwargs: Any):
+def _jaxpr_of_another(original: Callable, step: _Tracing, jaxpr: Jaxpr, *args: object, **kwargs: object):
     """For what was traced outside of the step."""
     if {e.ctx.cur_abstract_mesh for e in jaxpr.eqns} & step.others - {step.mesh}:
         jaxpr = rebase(ClosedJaxpr(jaxpr, ()), step.mesh, step.mesh).jaxpr
@@ -149,8 +151,9 @@ def _jaxpr_of_another(original: Any, step: _Tracing, jaxpr: Any, *args: Any, **k
 
 
 def _replicated_without_a_rule(
-    original: Any, step: _Tracing, primitive: Any, rule: Any, other_rule: Any, num_out: Any, *avals: Any, **params: Any
-):
+    original: Callable, step: _Tracing, primitive: object, rule: object, other_rule: object, num_out: int | None,
+    *avals: ShapedArray, **params: object,
+):  # fmt: skip
     """Some operations have no rule for Explicit axes: what they make of replicated operands is replicated.
 
     An operand that was computed while the step is traced may be on the whole mesh.
@@ -168,16 +171,16 @@ def _replicated_without_a_rule(
         return replicated if num_out is None else [replicated] * num_out
 
 
-def _without_the_axis(original: Any, step: _Tracing, *args: Any):
+def _without_the_axis(original: Callable, step: _Tracing, *args: object):
     return tuple(n for n in original(*args) if n != step.axis)
 
 
-def _is_mesh_set(original: Any, step: _Tracing):
+def _is_mesh_set(original: Callable, step: _Tracing):
     return original() and (step.is_mesh_set or current_mesh() != step.mesh)
 
 
 @contextlib.contextmanager
-def _computed_outside(original: Any, step: _Tracing):
+def _computed_outside(original: Callable, step: _Tracing):
     """What is computed while the step is traced: the step's mesh has no devices to compute on."""
     with original(), no_mesh() if core.trace_state_clean() else jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         yield

@@ -8,7 +8,7 @@ can read it, it behaves like the array it holds.
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -176,13 +176,13 @@ class MpmdArray(ReadableArray):
         return self._mpmd_sharding.sharding
 
     @property
-    def device(self) -> Any:
+    def device(self) -> Device | NamedSharding:
         """As `jax.Array.device`: the device if there is only one, else the sharding."""
         devices = self.devices()
         return next(iter(devices)) if len(devices) == 1 else self.sharding
 
     @property
-    def aval(self) -> Any:
+    def aval(self) -> compat.Aval:
         """The type under which JAX sees what this process reads: with the sharding of one group, on Explicit axes."""
         return typed_as(self, self._group_sharding())
 
@@ -341,10 +341,10 @@ class MpmdArray(ReadableArray):
     def __copy__(self) -> Self:
         return self.copy()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self.copy()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"{self!r} cannot be pickled: each process has just its own shards.\n"
             "  For its values, which can be, use numpy.asarray(x), or mpmd.device_get(tree) for a whole tree."
@@ -366,18 +366,18 @@ class MpmdArray(ReadableArray):
             raise reading.unreadable(self, "no shard of it", self._mpmd_sharding.groups)
         return next(iter(self._arrays.values())) if not self._is_split else reading.joined(self, self._lowest_group())
 
-    def _host_readable(self) -> Any:
+    def _host_readable(self) -> jax.Array | np.ndarray:
         """An array whose every value is in this process."""
         self._check_not_gone()
         return reading.on_host(self)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> jax.Array:
         self._check_not_gone()
         if self._is_split and (found := reading.row(self, index)) is not None:
             return found
         return self._readable()[index]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[jax.Array]:
         if self.ndim and self._mpmd_sharding.split_axis == 0:
             return (self[row] for row in range(self._shape[0]))
         return iter(self._readable())
@@ -394,7 +394,7 @@ class MpmdArray(ReadableArray):
         arrays: Any = self._arrays.values() if self._is_split else [self._readable()]
         return all(array.is_ready() for array in arrays)
 
-    def _operands(self, other: Any) -> tuple[Any, Any]:
+    def _operands(self, other: object) -> tuple[jax.Array, object]:
         """Both sides of an operator as arrays of one group, the lowest that has both."""
         self._check_not_gone()
         return reading.operands(self, other)

@@ -11,7 +11,6 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 
@@ -185,7 +184,7 @@ def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dic
     Raises:
         ValueError: the sharding does not fit the shape.
     """
-    by_slices: dict[Any, Box] = {}
+    by_slices: dict[object, Box] = {}
     boxes: dict[Device, Box] = {}
     spec = getattr(sharding, "spec", ())
     if len(spec) > len(shape):

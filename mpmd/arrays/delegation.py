@@ -3,7 +3,7 @@
 # pyright: reportAssignmentType=false, reportIncompatibleMethodOverride=false
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import jax
 import numpy as np
@@ -27,20 +27,20 @@ def _delegated(name: str) -> property:
     return property(lambda self: getattr(self._readable(), name), doc=f"As `jax.Array.{name}`, of what is held here.")
 
 
-def _unary(name: str, readable: str) -> Callable[["ReadableArray"], Any]:
+def _unary(name: str, readable: str) -> Callable[["ReadableArray"], object]:
     """An operator that is answered by the array which the method `readable` gives."""
 
-    def forward(self: "ReadableArray") -> Any:
+    def forward(self: "ReadableArray") -> object:
         return getattr(getattr(self, readable)(), name)()
 
     forward.__name__ = name
     return forward
 
 
-def _binary(name: str) -> Callable[["ReadableArray", Any], Any]:
+def _binary(name: str) -> Callable[["ReadableArray", object], object]:
     """An operator between the array which this process holds and another operand."""
 
-    def forward(self: "ReadableArray", other: Any) -> Any:
+    def forward(self: "ReadableArray", other: object) -> object:
         mine, other = self._operands(other)
         return getattr(mine, name)(other)
 
@@ -60,8 +60,8 @@ class ReadableArray(jax.Array):
 
     # The array to compute with, and one whose every value is in this process; or the user's error if there is none.
     _readable: Callable[[], jax.Array]
-    _host_readable: Callable[[], Any]
-    _operands: Callable[[Any], tuple[Any, Any]]  # both sides of an operator with something else
+    _host_readable: Callable[[], jax.Array | np.ndarray]
+    _operands: Callable[[object], tuple[jax.Array, object]]  # both sides of an operator with something else
 
     def __jax_array__(self) -> jax.Array:
         return self._readable()
@@ -75,12 +75,12 @@ class ReadableArray(jax.Array):
         return array.copy() if copy else array
 
     @property
-    def imag(self) -> Any:
+    def imag(self) -> jax.Array:
         """As `jax.Array.imag`, which on Explicit axes needs a mesh that is set to make the zeros of a real array."""
         x = self._readable()
         return x.imag if np.issubdtype(x.dtype, np.complexfloating) else jax.numpy.zeros_like(x)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         self._readable()[index] = value  # JAX's error, which says what to write
 
     def __len__(self) -> int:
@@ -88,10 +88,10 @@ class ReadableArray(jax.Array):
             raise TypeError("len() of unsized object")
         return self.shape[0]
 
-    def __contains__(self, item: Any) -> bool:
+    def __contains__(self, item: object) -> bool:
         return item in self._readable()  # pyright: ignore[reportOperatorIssue]
 
-    def __round__(self, ndigits: int | None = None) -> Any:
+    def __round__(self, ndigits: int | None = None) -> jax.Array:
         return self._readable().round(ndigits or 0)
 
     def __format__(self, spec: str) -> str:
@@ -100,7 +100,7 @@ class ReadableArray(jax.Array):
     __hash__ = None  # as for jax.Array: == is elementwise
 
 
-def is_plain(x: Any) -> TypeGuard[jax.Array]:
+def is_plain(x: object) -> TypeGuard[jax.Array]:
     """Whether it is an array of JAX's own, in one place; an MpmdArray is a `jax.Array` to `isinstance` too."""
     return isinstance(x, jax.Array) and not isinstance(x, ReadableArray)
 

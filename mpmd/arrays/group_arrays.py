@@ -1,6 +1,6 @@
 """Finds the place of each array that an `MpmdArray` is made of, and checks that it fits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ def whole_shape(arrays: Arrays, sharding: MpmdSharding, shape: Sequence[int] | N
         raise ValueError("MpmdArray: arrays is one array; give a sequence with one array for each group: [array].")
     if shape is not None:
         return tuple(shape)
-    first: Any = next(iter(arrays.values() if isinstance(arrays, Mapping) else arrays), None)
+    first = next(iter(arrays.values() if isinstance(arrays, Mapping) else arrays), None)
     axis = sharding.split_axis
     if first is None or axis is None or axis >= np.ndim(first):
         return None if first is None else np.shape(first)
@@ -60,16 +60,16 @@ def arrays_by_key(arrays: Arrays, sharding: MpmdSharding, shape: tuple[int, ...]
     return _in_their_places(list(arrays), local, sharding)
 
 
-def _keys_text(keys: Mapping[Key, Any] | Sequence[Key]) -> str:
+def _keys_text(keys: Collection[Key]) -> str:
     ranges = [key for key in keys if isinstance(key, tuple)]
     if not ranges:
         return groups_text([key for key in keys if isinstance(key, int)])
     return "the rows " + ", ".join(":".join(map(str, key)) for key in sorted(ranges))
 
 
-def _in_their_places(arrays: list[Any], local: list[GroupPart], sharding: MpmdSharding) -> dict[Key, Any]:
+def _in_their_places(arrays: list[jax.Array], local: list[GroupPart], sharding: MpmdSharding) -> dict[Key, jax.Array]:
     """The array of each part: the first of its shape on its mesh, else on its devices, else one that fits nowhere."""
-    found: dict[Key, Any] = {}
+    found: dict[Key, jax.Array] = {}
 
     for fits in (
         lambda array, mesh, part: _is_on_mesh(array, mesh) and np.shape(array) == part.shape,
@@ -87,16 +87,18 @@ def _in_their_places(arrays: list[Any], local: list[GroupPart], sharding: MpmdSh
     return {part.key: found[part.key] for part in local}
 
 
-def _is_on_mesh(array: Any, mesh: Mesh) -> bool:
+def _is_on_mesh(array: object, mesh: Mesh) -> bool:
     return getattr(getattr(array, "sharding", None), "mesh", None) == mesh
 
 
-def _is_on_devices(array: Any, mesh: Mesh) -> bool:
+def _is_on_devices(array: object, mesh: Mesh) -> bool:
     placed = getattr(array, "sharding", None)
     return placed is not None and placed.device_set == set(mesh.devices.flat)
 
 
-def check_arrays(arrays: Mapping[Key, Any], sharding: MpmdSharding, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+def check_arrays(
+    arrays: Mapping[Key, jax.Array], sharding: MpmdSharding, shape: tuple[int, ...], dtype: DTypeLike
+) -> None:
     """Raises one ValueError that names everything about the arrays that does not fit."""
     faults: list[str] = []
     parts = sharding.parts(shape)
@@ -123,7 +125,7 @@ def check_arrays(arrays: Mapping[Key, Any], sharding: MpmdSharding, shape: tuple
         raise ValueError(f"MpmdArray: the arrays do not fit {sharding!r}:\n" + "\n".join(f"  {f}" for f in faults))
 
 
-def _faults_of_array(array: Any, part: GroupPart, dtype: DTypeLike) -> list[str]:
+def _faults_of_array(array: object, part: GroupPart, dtype: DTypeLike) -> list[str]:
     where = _where(part)
     if not is_plain(array) or not hasattr(array, "addressable_shards"):
         return [f"{where}: a {type(array).__name__}, not a concrete jax.Array"]

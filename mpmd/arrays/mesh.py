@@ -10,7 +10,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -148,7 +147,7 @@ class MpmdMesh:
             self.jax_mesh.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         assert self.jax_mesh is not None
         self.jax_mesh.__exit__(*error)
 

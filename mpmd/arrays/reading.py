@@ -1,7 +1,7 @@
 """Reads an `MpmdArray` as one array: the array of a group, or the pieces of a split one put together."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpmd._jax_compat import Tracer
 from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.mesh import MpmdMesh, groups_text, meshes_in_use
+from mpmd.arrays.shards import Device
 from scheduler.base.texts import counted
 
 Array = Any  # an MpmdArray, which is defined on top of this module
+Devices = Collection[Device] | int  # or how many they are
 
 
 def is_here(x: Array) -> bool:
@@ -31,7 +33,7 @@ def _is_readable(array: jax.Array) -> bool:
     return array.is_fully_addressable or array.is_fully_replicated
 
 
-def on_host(x: Array) -> Any:
+def on_host(x: Array) -> jax.Array | np.ndarray:
     """Something that numpy makes all values of: an array of one group, or the pieces, joined on the host.
 
     Raises:
@@ -86,11 +88,11 @@ def row(x: Array, index: Any) -> jax.Array | None:
     return piece[(*entries[:axis], wanted - held.start, *entries[axis + 1 :])]
 
 
-def _is_basic(entry: Any) -> bool:
+def _is_basic(entry: object) -> bool:
     return isinstance(entry, (int, np.integer, slice)) and not isinstance(entry, bool)
 
 
-def operands(x: Array, other: Any) -> tuple[Any, Any]:
+def operands(x: Array, other: Any) -> tuple[jax.Array, Any]:
     """Both sides of an operator as arrays of one group, the lowest that has both."""
     if isinstance(other, type(x)):
         mine = _near(x, other)
@@ -145,7 +147,7 @@ def few_values(x: Array) -> str:
         return ""
 
 
-def mismatch_of_groups(devices: Any, other_devices: Any) -> str | None:
+def mismatch_of_groups(devices: Devices, other_devices: Devices) -> str | None:
     """The error where one function of JAX is called on what was read or computed in several groups; None elsewhere."""
     if isinstance(devices, int) or isinstance(other_devices, int):
         return None
@@ -155,7 +157,7 @@ def mismatch_of_groups(devices: Any, other_devices: Any) -> str | None:
     return None
 
 
-def mismatch(mesh: MpmdMesh, devices: Any, other_devices: Any) -> str:
+def mismatch(mesh: MpmdMesh, devices: Devices, other_devices: Devices) -> str:
     """The error where one function of JAX is called on arrays of several groups of a mesh."""
     return (
         f"jax.jit: the arguments are on different devices: {_place(mesh, devices)} and {_place(mesh, other_devices)}.\n"
@@ -164,7 +166,7 @@ def mismatch(mesh: MpmdMesh, devices: Any, other_devices: Any) -> str:
     )
 
 
-def _place(mesh: MpmdMesh, devices: Any) -> str:
+def _place(mesh: MpmdMesh, devices: Devices) -> str:
     """The groups of some devices, for messages."""
     if isinstance(devices, int):
         return f"a mesh of {devices} devices"

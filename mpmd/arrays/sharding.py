@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -121,7 +121,7 @@ class MpmdSharding(jax.sharding.Sharding):
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[functools.partial["MpmdSharding"], tuple[()]]:
         return functools.partial(MpmdSharding, **self._fields()), ()
 
     def __repr__(self) -> str:
@@ -337,7 +337,7 @@ class MpmdSharding(jax.sharding.Sharding):
 
     # What makes one `jax.Array` of a sharding asks for one of these.
 
-    def _no_single_array(self, *_: Any, **__: Any) -> Any:
+    def _no_single_array(self, *_: object, **__: object) -> NoReturn:
         raise ValueError(
             f"{self!r} is where an MpmdArray lies, as one array in each group; jax.device_put and jax.jit make a"
             " jax.Array.\n  Bring an array there by reshard.spmd_to_mpmd_reshard(mpmd_mesh, x, sharding), or compute it"

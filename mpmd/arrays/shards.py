@@ -18,11 +18,11 @@ class PlacedShard(NamedTuple):
     index: Index  # pyright: ignore[reportIncompatibleMethodOverride]
     replica_id: int
     group: int
-    key: Any
+    key: int | tuple[int, int]
 
 
 def placed_shards(
-    parts: Iterable[tuple[Device, Index, int, Any]], order: Sequence[Device] | None
+    parts: Iterable[tuple[Device, Index, int, int | tuple[int, int]]], order: Sequence[Device] | None
 ) -> tuple[PlacedShard, ...]:
     """The parts on all devices of all groups. Those of one index have the replica ids 0, 1, 2, …
 
@@ -34,7 +34,7 @@ def placed_shards(
     if order is not None:
         position = {device: i for i, device in enumerate(order)}
         placed.sort(key=lambda part: position[part[0]])
-    seen: collections.Counter[Any] = collections.Counter()
+    seen: collections.Counter[object] = collections.Counter()
     shards: list[PlacedShard] = []
     for device, index, group, key in placed:
         box = tuple([(part.start, part.stop) for part in index])

@@ -1,11 +1,10 @@
 """Reads the ways to write a spec, and checks that the meshes of groups can follow it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-SpecLike = PartitionSpec | Sequence[Any] | str | None
+SpecLike = PartitionSpec | Sequence[object] | str | None
 
 
 def as_spec(spec: SpecLike) -> PartitionSpec:
@@ -26,7 +25,7 @@ def names_of(spec: PartitionSpec) -> list[str]:
     return [n for e in spec.partitions for n in (e if isinstance(e, tuple) else (e,)) if n is not None]
 
 
-def trimmed(entries: Sequence[Any]) -> tuple[Any, ...]:
+def trimmed(entries: Sequence[object]) -> tuple[object, ...]:
     """The entries of a spec without trailing Nones."""
     while entries and entries[-1] is None:
         entries = entries[:-1]
@@ -35,7 +34,7 @@ def trimmed(entries: Sequence[Any]) -> tuple[Any, ...]:
 
 def without_axis(spec: PartitionSpec, axis_name: str | None) -> PartitionSpec:
     """The spec with one mesh axis dropped, and each entry in its shortest form."""
-    entries: list[Any] = []
+    entries: list[object] = []
     for entry in spec.partitions:
         if isinstance(entry, (tuple, list)):
             names = tuple(name for name in entry if name != axis_name)
@@ -47,7 +46,7 @@ def without_axis(spec: PartitionSpec, axis_name: str | None) -> PartitionSpec:
 
 def with_axis(spec: PartitionSpec, axis_name: str, array_axis: int) -> PartitionSpec:
     """The spec with one mesh axis more, which cuts an array axis before the axes that are named there."""
-    entries: list[Any] = [*spec.partitions, *[None] * (array_axis + 1 - len(spec))]
+    entries: list[object] = [*spec.partitions, *[None] * (array_axis + 1 - len(spec))]
     entry = entries[array_axis]
     names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     entries[array_axis] = (axis_name, *names) if names else axis_name
@@ -76,6 +75,6 @@ def group_shardings(
     return shardings
 
 
-def quoted(names: Iterable[Any]) -> str:
+def quoted(names: Iterable[object]) -> str:
     """Names of axes as messages show them."""
     return ", ".join(repr(name) for name in names) or "no axes"

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -134,7 +134,7 @@ def as_split(
     return Split(axis or 0, groups, tuple(ranges))
 
 
-def _parsed(split: Mapping[int, Any]) -> tuple[list[Range], list[str]]:
+def _parsed(split: Mapping[int, Iterable[Sequence[int]]]) -> tuple[list[Range], list[str]]:
     """All ranges, sorted, and what is wrong with single ones."""
     ranges: list[Range] = []
     faults: list[str] = []

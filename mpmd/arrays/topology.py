@@ -3,13 +3,13 @@
 import importlib.util
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.shards import Device
 from mpmd.arrays.targets import Target
 
 
@@ -60,7 +60,7 @@ def topology_mesh(
     return mesh
 
 
-def _gpus(target: Target, num_hosts: int, devices_per_host: int) -> list[Any]:
+def _gpus(target: Target, num_hosts: int, devices_per_host: int) -> list[Device]:
     try:
         return compat.described_gpus(target.cuda_config(), num_hosts, devices_per_host)
     except ModuleNotFoundError:
@@ -70,7 +70,7 @@ def _gpus(target: Target, num_hosts: int, devices_per_host: int) -> list[Any]:
         ) from None
 
 
-def _tpus(target: Target, count: int) -> list[Any]:
+def _tpus(target: Target, count: int) -> list[Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError(f"topology_mesh: {target.name} needs XLA's compiler for TPUs: pip install libtpu.")
     rows = max(d for d in range(1, math.isqrt(count) + 1) if count % d == 0)

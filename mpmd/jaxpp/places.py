@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from mpmd.arrays.array import MpmdArray as Array
 from mpmd.arrays.mesh import MpmdMesh
@@ -27,7 +28,7 @@ class JaxppMesh(MpmdMesh):
     def __enter__(self) -> "JaxppMesh":
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     @property
@@ -87,7 +88,7 @@ class _Ours(type):
 
     of: type
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, cls.of)
 
 
@@ -112,7 +113,7 @@ class JaxppArray(metaclass=_Ours):
         partially_addressable_arrays: Iterable[jax.Array],
         mpmd_sharding: Sharding,
         shape: Sequence[int] | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ) -> Array:
         arrays = list(partially_addressable_arrays)
         if not arrays or len(arrays) >= len(mpmd_sharding.local_groups) or mpmd_sharding.split_axis is not None:
@@ -149,7 +150,7 @@ def to_global_jax_array(mpmd_array: Array) -> jax.Array:
 # --- moves: `reshard` stands on this package, so it is loaded when one of them is called ---------------
 
 
-def _reshard() -> Any:
+def _reshard() -> types.ModuleType:
     return importlib.import_module("reshard")
 
 
@@ -213,7 +214,7 @@ add_multi_p = types.SimpleNamespace(bind=cross_mpmd_all_reduce)
 gather_multi_p = types.SimpleNamespace(bind=_gathered)
 
 
-def place_with(value: PyTree, with_value: Any) -> PyTree:
+def place_with(value: PyTree, with_value: object) -> PyTree:
     """Returns `value`. JaxPP is told that it belongs where another value is; here a value goes where it is read."""
     del with_value
     return value

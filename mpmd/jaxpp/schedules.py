@@ -2,7 +2,6 @@
 
 import enum
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -133,7 +132,7 @@ def _translated(schedule: BaseSchedule, num_microbatches: int) -> scheduler.Cust
 
 
 def _order(
-    schedule: BaseSchedule, row: Iterable[Any]
+    schedule: BaseSchedule, row: Tasks
 ) -> tuple[list[scheduler.Task], set[tuple[scheduler.Task, scheduler.Task]]]:
     """A group's tasks as ours, and the pairs of them that can run as one program.
 
@@ -158,7 +157,7 @@ def _order(
     return order, {(one, other) for one, other in pairs if one.microbatch != other.microbatch}
 
 
-def _task(schedule: BaseSchedule, one: Any) -> scheduler.Task:
+def _task(schedule: BaseSchedule, one: object) -> scheduler.Task:
     if not isinstance(one, JaxppTask):
         raise ScheduleError(
             f"{type(schedule).__name__}.tasks: {one!r} is a {type(one).__name__}. Make tasks by"

@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, NoReturn, TypedDict, Unpack
 
 import jax
 
@@ -17,6 +17,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.specs import as_spec
 from mpmd.jaxpp.schedules import JaxppTask, TaskType
+from mpmd.observe.records import Ran
 from mpmd.ops import stage_end
 from mpmd.ops.reductions import Add, Concat, Operation
 from mpmd.stages import Compiled
@@ -34,12 +35,12 @@ class JaxppOperation(Operation):
     def init(self, aval: Any, num_microbatches: int) -> jax.Array:
         return self.op.state(num_microbatches, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
 
-    def update(self, acc: Any, x: Any, index: Any) -> Any:
+    def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
         return self.op.update(acc, x, index)
 
 
 def _operations(operation: Any) -> Any:
-    def is_theirs(op: Any) -> bool:
+    def is_theirs(op: object) -> bool:
         return callable(getattr(op, "state", None)) and callable(getattr(op, "update", None))
 
     return jax.tree.map(lambda op: JaxppOperation(op) if is_theirs(op) else op, operation, is_leaf=is_theirs)
@@ -89,7 +90,7 @@ class JitOptions(TypedDict, total=False):
 
 @compat.api_boundary
 def mpmd_jit_with_loop(
-    fun: Callable[..., Any],
+    fun: Callable,
     mpmd_mesh: MpmdMesh,
     *,
     in_specs: Any = None,
@@ -122,7 +123,7 @@ def mpmd_jit_with_loop(
 
 @compat.api_boundary
 def mpmd_jit_by_yield(
-    fun: Callable[..., Any], mpmd_mesh: MpmdMesh, *, target_num_stages: int | None = None, **options: Unpack[JitOptions]
+    fun: Callable, mpmd_mesh: MpmdMesh, *, target_num_stages: int | None = None, **options: Unpack[JitOptions]
 ) -> "JaxppStep":
     """`mpmd.jit` of a function without a loop, whose stages are between its marks.
 
@@ -135,9 +136,7 @@ def mpmd_jit_by_yield(
 
 
 @compat.api_boundary
-def mpmd_jit_rev(
-    fun: Callable[..., Any], mpmd_mesh: MpmdMesh, *, out_refs: Any, **options: Unpack[JitOptions]
-) -> "JaxppStep":
+def mpmd_jit_rev(fun: Callable, mpmd_mesh: MpmdMesh, *, out_refs: Any, **options: Unpack[JitOptions]) -> "JaxppStep":
     """`mpmd.jit` of a function without a loop, where each result says its groups: a state that is initialised.
 
     Args:
@@ -157,7 +156,7 @@ def mpmd_jit_rev(
 class JaxppStep:
     """A step as JaxPP has it, with all that `mpmd.jit` returns (`.trace`, `.lower`, …)."""
 
-    def __init__(self, fun: Callable[..., Any], mpmd_mesh: MpmdMesh, **options: Unpack[JitOptions]):
+    def __init__(self, fun: Callable, mpmd_mesh: MpmdMesh, **options: Unpack[JitOptions]):
         functools.update_wrapper(self, fun)
         self.mpmd_mesh = mpmd_mesh
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
@@ -192,7 +191,7 @@ class JaxppCompiled:
       closed_jaxpr: the step as it was traced.
     """
 
-    def __init__(self, compiled: Compiled, closed_jaxpr: Any, mpmd_mesh: MpmdMesh):
+    def __init__(self, compiled: Compiled, closed_jaxpr: compat.ClosedJaxpr, mpmd_mesh: MpmdMesh):
         self._compiled = compiled
         self.closed_jaxpr = closed_jaxpr
         self.mpmd_mesh = mpmd_mesh
@@ -248,7 +247,7 @@ def collect_task_times_ms(enabled: bool = True) -> Iterator[dict[str, list[float
         _task_times.reset(token)
 
 
-def _title(ran: Any) -> str:
+def _title(ran: Ran) -> str:
     """`fwd_0`, without the microbatch; of other programs their name."""
     tasks = [JaxppTask.make(t.stage, t.microbatch, TaskType(t.kind)) for t in ran.tasks]
     return "+".join(str(task).partition("__")[0] for task in tasks) or ran.name
@@ -257,8 +256,8 @@ def _title(ran: Any) -> str:
 # --- names of JaxPP that have no counterpart ------------------------------------------------------------
 
 
-def _gone(name: str, advice: str) -> Callable[..., Any]:
-    def gone(*args: Any, **kwargs: Any) -> Any:
+def _gone(name: str, advice: str) -> Callable[..., NoReturn]:
+    def gone(*args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(f"mpmd.jaxpp.{name} is not here: {advice}")
 
     gone.__name__ = gone.__qualname__ = name

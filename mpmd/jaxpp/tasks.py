@@ -17,12 +17,12 @@ import contextvars
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.api import jit
@@ -46,7 +46,7 @@ PyTree = Any
 class Located:
     """A value inside of a program, and where it is: what tasks take and return."""
 
-    value: Any
+    value: jax.Array
     sharding: NamedSharding
     mpmd_mesh: MpmdMesh
 
@@ -58,7 +58,7 @@ class Located:
         return f"Located({self.value}, {self.sharding.spec} in the groups {self.groups})"
 
 
-def _groups(mpmd_mesh: MpmdMesh, mesh: Any, what: str) -> tuple[int, ...]:
+def _groups(mpmd_mesh: MpmdMesh, mesh: object, what: str) -> tuple[int, ...]:
     """The groups that a mesh consists of."""
     found = None
     if isinstance(mesh, Mesh) and mpmd_mesh.jax_mesh is not None and mpmd_mesh.mpmd_axis_name is not None:
@@ -71,7 +71,7 @@ def _groups(mpmd_mesh: MpmdMesh, mesh: Any, what: str) -> tuple[int, ...]:
     return found
 
 
-def _located(value: Any, sharding: NamedSharding, mpmd_mesh: MpmdMesh, what: str) -> Located:
+def _located(value: jax.Array, sharding: NamedSharding, mpmd_mesh: MpmdMesh, what: str) -> Located:
     """A value of a trace, put into the groups of a sharding, and divided there as it says."""
     groups = _groups(mpmd_mesh, sharding.mesh, what)
     spec = without_axis(sharding.spec, mpmd_mesh.mpmd_axis_name)
@@ -106,7 +106,7 @@ def _leaves(tree: PyTree, what: str) -> list[Located]:
 
 
 def task(
-    fun: Callable[..., Any] | None = None,
+    fun: Callable | None = None,
     /,
     *,
     out_shardings: PyTree,
@@ -114,7 +114,7 @@ def task(
     in_shardings: PyTree = None,
     mesh: Mesh | None = None,
     donate_argnums: int | Sequence[int] | None = None,
-) -> Callable[..., Any]:
+) -> Callable:
     """Makes a function a task: its arguments and results are in the same groups.
 
     Args:
@@ -166,11 +166,13 @@ def task(
     return run
 
 
-def _meshes_of(shardings: PyTree) -> list[Any]:
+def _meshes_of(shardings: PyTree) -> list[Mesh | AbstractMesh]:
     return [s.mesh for s in jax.tree.leaves(shardings) if isinstance(s, NamedSharding)]
 
 
-def _constrained(values: Any, shardings: PyTree, mesh: Any, mpmd_mesh: MpmdMesh, what: str) -> Any:
+def _constrained(
+    values: tuple[PyTree, PyTree], shardings: PyTree, mesh: Mesh | AbstractMesh, mpmd_mesh: MpmdMesh, what: str
+) -> tuple[PyTree, PyTree]:
     if shardings is None:
         return values
     flat, tree = jax.tree.flatten(values[0])
@@ -182,7 +184,7 @@ def _constrained(values: Any, shardings: PyTree, mesh: Any, mpmd_mesh: MpmdMesh,
     return tree.unflatten(flat), values[1]
 
 
-def _named(wish: Any, mesh: Any) -> NamedSharding:
+def _named(wish: NamedSharding | PartitionSpec | None, mesh: Mesh | AbstractMesh) -> NamedSharding:
     if isinstance(wish, NamedSharding):
         return wish
     return NamedSharding(mesh, PartitionSpec() if wish is None else wish)
@@ -194,7 +196,7 @@ class TransferFuture:
     def __init__(self, tree: PyTree):
         self._tree = tree
 
-    def done(self) -> Any:
+    def done(self) -> PyTree:
         if self._tree is None:
             raise RuntimeError("transfer: done() may only be called once. Keep what it returned.")
         tree, self._tree = self._tree, None
@@ -215,7 +217,7 @@ def transfer(arrays: PyTree, *, out_shardings: PyTree) -> TransferFuture:
     return TransferFuture(tree.unflatten(moved))
 
 
-def stack(*arrays: Any) -> Any:
+def stack(*arrays: PyTree) -> Located:
     """Values of different groups as one over all of these: along a new axis 0, or axis 0 where it names the groups.
 
     Each of the groups gets all of it.
@@ -249,7 +251,7 @@ def stack(*arrays: Any) -> Any:
     return _ended([_located(value, sharding, mpmd_mesh, "stack")])[0]
 
 
-def slice(array: Any, groups: Sequence[int | Sequence[int]]) -> tuple[Any, ...]:
+def slice(array: PyTree, groups: Sequence[int | Sequence[int]]) -> tuple[Located, ...]:
     """The way back from `stack`: the rows of each of the groups, or of several together, there."""
     (x,) = _leaves(array, "slice: array")
     axis, mpmd_mesh = x.mpmd_mesh.mpmd_axis_name, x.mpmd_mesh
@@ -295,7 +297,7 @@ def mpmd(
     in_shardings: PyTree,
     donate_argnums: int | Sequence[int] | None = None,
     infer_donation: bool = False,
-) -> Callable[[Callable[..., Any]], "MpmdFunction"]:
+) -> Callable[[Callable], "MpmdFunction"]:
     """Makes a function of tasks and transfers a program.
 
     Args:
@@ -306,7 +308,7 @@ def mpmd(
     """
     del infer_donation
 
-    def decorator(fun: Callable[..., Any]) -> MpmdFunction:
+    def decorator(fun: Callable) -> MpmdFunction:
         return MpmdFunction(fun, mpmd_mesh, in_shardings, () if donate_argnums is None else donate_argnums)
 
     return decorator
@@ -315,16 +317,16 @@ def mpmd(
 class MpmdFunction:
     """A program. It takes and gives arrays on the meshes of groups, those of other processes without shards here."""
 
-    def __init__(self, fun: Callable[..., Any], mpmd_mesh: MpmdMesh, in_shardings: PyTree, donate_argnums: Any):
+    def __init__(self, fun: Callable, mpmd_mesh: MpmdMesh, in_shardings: PyTree, donate_argnums: int | Sequence[int]):
         functools.update_wrapper(self, fun)
         self._fun = fun
         self.mpmd_mesh = mpmd_mesh
         self.in_shardings = in_shardings
         self._donated = donate_argnums
-        self._outs: dict[Any, list[NamedSharding]] = {}
-        self._lowered: dict[Any, LoweredMpmdFun] = {}
+        self._outs: dict[Hashable, list[NamedSharding]] = {}
+        self._lowered: dict[Hashable, LoweredMpmdFun] = {}
 
-    def _program(self, *args: Any) -> Any:
+    def _program(self, *args: PyTree) -> PyTree:
         """What is traced: the program on values of a trace. Notes where its results are."""
         flat, tree = jax.tree.flatten(args)
         for s in (ins := self._ins(tree)):
@@ -376,7 +378,7 @@ class MpmdFunction:
             )
         return self._lowered[key]
 
-    def _check_no_names(self, kwargs: dict[str, Any]) -> None:
+    def _check_no_names(self, kwargs: dict[str, object]) -> None:
         if kwargs:
             raise ValueError(
                 f"A program takes no keyword arguments: {', '.join(kwargs)}. in_shardings has places alone."
@@ -412,7 +414,7 @@ class LoweredMpmdFun:
         given = jax.tree.map(self._taken, args, self.in_shardings)
         return jax.tree.map(self._given, self.compiled(*given), self.out_shardings)
 
-    def _taken(self, x: Any, sharding: NamedSharding) -> Any:
+    def _taken(self, x: object, sharding: NamedSharding) -> object:
         """An argument as an `MpmdArray`, if it is in its group already; else it is put there."""
         if not is_plain(x) or x.sharding.device_set != sharding.device_set:
             return x
@@ -435,5 +437,5 @@ def _sharding(sharding: NamedSharding, mpmd_mesh: MpmdMesh) -> MpmdSharding:
     return MpmdSharding(mpmd_mesh, groups, spec, memory_kind(sharding))
 
 
-def _types(flat: Sequence[Any], tree: Any) -> Any:
+def _types(flat: Sequence[Any], tree: Any) -> Hashable:
     return tree, tuple((x.shape, str(x.dtype)) for x in flat)

@@ -26,6 +26,7 @@ from reshard.checkpoint.meeting import meetings
 from reshard.checkpoint.reading import IN_FLIGHT_NBYTES, read_parts
 from reshard.checkpoint.requests import abstract
 from reshard.checkpoint.tensors import TensorFormat, as_wanted, save_tensors
+from reshard.edits.mapping import Mapping
 from reshard.sizes import nbytes_of
 from reshard.storage.arrays import Reads
 from reshard.storage.finder import find_by_path
@@ -114,7 +115,7 @@ def restore(
     shardings: Any = None,
     *,
     partial: bool = False,
-    mapping: Any = None,
+    mapping: str | File | Mapping | None = None,
     reads: Reads | None = None,
     threshold: int | str | None = None,
 ) -> Any:
@@ -204,7 +205,7 @@ def _check_leaves(tree: Any) -> None:
         raise ReshardError("save: the tree cannot be saved:\n" + "\n".join(f"  {fault}" for fault in faults))
 
 
-def _fault_of_leaf(leaf: Any) -> str | None:
+def _fault_of_leaf(leaf: object) -> str | None:
     if isinstance(leaf, (jax.Array, np.ndarray)):
         return leaf_handler.fault_of_array(leaf)
     if isinstance(leaf, (str, bytes, bool, int, float, np.generic)):

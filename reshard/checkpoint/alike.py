@@ -5,6 +5,7 @@ for each other.
 """
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,14 +31,14 @@ def about_save(path: Any, tree: Any) -> dict[str, str]:
     return {"the path": f"as {absolute(path)}"} | about_arrays(("/".join(tree_path(keys)), x) for keys, x in leaves)
 
 
-def about_arrays(arrays: Iterable[tuple[str, Any]]) -> dict[str, str]:
+def about_arrays(arrays: Iterable[tuple[str, object]]) -> dict[str, str]:
     """Names and types of some arrays, as processes compare them; nothing of very many."""
     types = sorted(f"{name}: {placed_text(x)}" for name, x in arrays)
     return {"the tree": f"as {', '.join(types)}"} if len(types) <= _MAX_COMPARED else {}
 
 
 @contextlib.contextmanager
-def compared_restore(path: Any, requests: Sequence[Request]) -> Iterator[list[Checkpoint]]:
+def compared_restore(path: str | os.PathLike[str], requests: Sequence[Request]) -> Iterator[list[Checkpoint]]:
     """Around what finds a checkpoint and puts it into the list that this gives. Then all have found the same.
 
     Only where arrays go to devices of several processes: what a process reads for itself is its own affair.

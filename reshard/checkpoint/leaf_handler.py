@@ -49,6 +49,8 @@ from reshard.storage.identity import identity
 from reshard.storage.paths import Key
 from scheduler.base.texts import type_text
 
+Infos = Sequence[ocp.type_handlers.ParamInfo]
+
 
 @dataclasses.dataclass
 class _Uncompressed(ocp.SaveArgs):
@@ -64,7 +66,9 @@ class MpmdLeaves(ArrayHandler):
 
     gives_numpy = False
 
-    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
+    async def serialize(
+        self, values: Sequence[jax.Array], infos: Infos, args: Sequence[ocp.SaveArgs] | None = None
+    ) -> Sequence[Any]:
         """Copies to the host what this process has to write; the futures that are returned write it."""
         if not any(isinstance(value, MpmdArray) for value in values):
             return await super().serialize(values, infos, args)
@@ -82,7 +86,7 @@ class MpmdLeaves(ArrayHandler):
         return [future.CommitFutureAwaitingContractedSignals(write, name="array_type_handler")]
 
     async def _write(
-        self, on_host: Sequence[Any], infos: Sequence[Any], args: Sequence[Any], impls: Sequence[str | None]
+        self, on_host: Sequence[Any], infos: Sequence[Any], args: Sequence[ocp.SaveArgs], impls: Sequence[str | None]
     ) -> None:
         # No sharding file is written: devices and groups of this run would mean nothing to another.
         written = write_slices(
@@ -113,7 +117,9 @@ class MpmdLeaves(ArrayHandler):
                 raise known from error
             raise
 
-    def _to_host(self, data: Sequence[Any], infos: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def _to_host(
+        self, data: Sequence[Any], infos: Infos, args: Sequence[ocp.SaveArgs]
+    ) -> list[replica_slices.ReplicaSlices]:
         ours = [i for i, x in enumerate(data) if isinstance(x, MpmdArray)]
         theirs = [i for i, x in enumerate(data) if not isinstance(x, MpmdArray)]
         leaves = [
@@ -135,14 +141,14 @@ class MpmdLeaves(ArrayHandler):
             on_host[i] = _chunks_on_host(data[i], pieces, plan)
         return [on_host[i] for i in range(len(data))]
 
-    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
+    async def deserialize(self, infos: Infos, args: Sequence[ocp.RestoreArgs] | None = None) -> Any:
         """Reads what goes to an `MpmdSharding`, and leaves the rest to the handler that was there before."""
         args = args or [ocp.RestoreArgs()] * len(infos)
         has_file = not self.gives_numpy or (infos[0].parent_dir / "_sharding").exists()
         shardings = [getattr(arg, "sharding", None) for arg in args]
         ours = [i for i, s in enumerate(shardings) if isinstance(s, MpmdSharding) or (s is None and not has_file)]
         theirs = [i for i in range(len(args)) if i not in set(ours)]
-        results: dict[int, Any] = {}
+        results: dict[int, object] = {}
         if theirs:
             found = await super().deserialize([infos[i] for i in theirs], [args[i] for i in theirs])
             results = dict(zip(theirs, found, strict=True))
@@ -151,7 +157,7 @@ class MpmdLeaves(ArrayHandler):
             results |= zip(ours, found, strict=True)
         return [results[i] for i in range(len(args))]
 
-    async def _read(self, infos: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    async def _read(self, infos: Sequence[Any], args: Sequence[Any]) -> list[object]:
         info = infos[0]
         await asyncio.gather(*(info.await_path_creation() for info in infos))
         extras = await asyncio.to_thread(stored.extras, info.parent_dir)
@@ -180,7 +186,7 @@ def _request(name: str, arg: Any) -> Request:
     return Request(name, None if shape is None else tuple(shape), arg.dtype, arg.sharding, strict=arg.strict)
 
 
-def _chunks_on_host(array: MpmdArray, pieces: Sequence[HostCopy], plan: Writing) -> Any:
+def _chunks_on_host(array: MpmdArray, pieces: Sequence[HostCopy], plan: Writing) -> replica_slices.ReplicaSlices:
     """What this process writes of an array, chunk by chunk, without another copy."""
     slices = []
     for piece in pieces:
@@ -198,7 +204,7 @@ def _chunks_on_host(array: MpmdArray, pieces: Sequence[HostCopy], plan: Writing)
     )
 
 
-def fault_of_array(array: Any) -> str | None:
+def fault_of_array(array: jax.Array | np.ndarray) -> str | None:
     """Why an array cannot be saved; None if it can."""
     what = type_text(array.shape, array.dtype)
     if not isinstance(array, np.ndarray) and array.is_deleted():
@@ -215,7 +221,7 @@ def fault_of_array(array: Any) -> str | None:
     return None
 
 
-def _check_savable(values: Sequence[Any], infos: Sequence[Any]) -> None:
+def _check_savable(values: Sequence[jax.Array], infos: Infos) -> None:
     named = [(info.name, fault_of_array(value)) for value, info in zip(values, infos, strict=True)]
     if faults := [f"  {name}: {fault}" for name, fault in named if fault is not None]:
         raise ReshardError("the tree cannot be saved:\n" + "\n".join(faults))
@@ -262,7 +268,7 @@ def register() -> None:
         asyncio_utils._run_sync_via_new_loop = event_loops.run
 
 
-def _beside(before: Any) -> Any:
+def _beside(before: object) -> MpmdLeaves:
     """A handler that does what `before` does, with its options and its store of metadata, and knows MpmdArrays."""
     bases = (MpmdLeaves,) if type(before) is ArrayHandler else (MpmdLeaves, type(before))
     kind = type("MpmdArrayHandler", bases, {})
@@ -288,7 +294,7 @@ def _let_v1_know() -> None:
         return
 
     class ArrayLeafHandler(base):
-        def __init__(self, **options: Any):
+        def __init__(self, **options: object):
             super().__init__(**options)
             self._handler_impl = _beside(self._handler_impl)
             self._handler_impl.gives_numpy = True  # as the older API does by itself

@@ -38,15 +38,15 @@ class Part:
     """
 
     of: str
-    index: Any
-    like: Any
+    index: int | slice | tuple[int | slice, ...]
+    like: jax.ShapeDtypeStruct | jax.Array | np.ndarray
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.like.shape)
 
 
-def tree_path(keys: Any) -> tuple[str, ...]:
+def tree_path(keys: tuple[object, ...]) -> tuple[str, ...]:
     """The keys of a leaf as strings, the way a checkpoint names them."""
     return tuple(map(str, ocp.utils.tuple_path_from_keypath(keys)))
 
@@ -112,7 +112,7 @@ def _refuse(folder: File, faults: Sequence[str], hints: Sequence[str]) -> None:
         raise ReshardError("\n  ".join(lines))
 
 
-def check_names(wanted: Mapping[tuple[str, ...], Any], folder: File, partial: bool) -> None:
+def check_names(wanted: Mapping[tuple[str, ...], object], folder: File, partial: bool) -> None:
     """As `check_fit` for Orbax's own restore, which goes on to shapes and dtypes: all leaves that only one tree has."""
     there = value_types(folder)
     faults = [

@@ -52,8 +52,8 @@ def register() -> None:
     _let_v1_meet()
 
 
-def _is_made_together(kind: Any, name: str) -> None:
-    def ranks_of(self: Any, *_: Any, options: Any = None, **__: Any) -> set[int] | None:
+def _is_made_together(kind: type, name: str) -> None:
+    def ranks_of(self: object, *_: object, options: object = None, **__: object) -> set[int] | None:
         options = getattr(self, "_multiprocessing_options", getattr(options, "multiprocessing_options", None))
         return getattr(self, "_active_processes", None) or getattr(options, "active_processes", None)
 
@@ -141,7 +141,7 @@ def _known(error: BaseException) -> BaseException:
     return error
 
 
-def _save_or_end(save: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _save_or_end(save: Callable[..., bool], self: ocp.CheckpointManager, *args: object, **kwargs: object) -> bool:
     """The thread that was to finish a save that failed ends with it; else the next save would raise its error."""
     before = set(self.all_steps())
     try:
@@ -162,14 +162,16 @@ def _end_barriers() -> None:
         return
 
     @around(multihost, "get_barrier_sync_fn")
-    def get_barrier_sync_fn(barrier_of: Any, *, processes: set[int] | None = None) -> Callable[..., None]:
+    def get_barrier_sync_fn(barrier_of: Callable, *, processes: set[int] | None = None) -> Callable[..., None]:
         barrier = barrier_of(processes=processes)  # checks `processes`
         if skips(processes):
             return barrier
         return lambda *, key, timeout_ms: meetings.meet(key, timeout_ms, processes)
 
     @around(multihost, "sync_global_processes")
-    def sync_global_processes(wait: Any, name: str, *, processes: set[int] | None = None, **kwargs: Any) -> None:
+    def sync_global_processes(
+        wait: Callable, name: str, *, processes: set[int] | None = None, **kwargs: object
+    ) -> None:
         if processes is None and compat.distributed_client() is not None:  # else a computation of all devices
             processes = set(range(jax.process_count()))
         wait(name, processes=processes, **kwargs)
@@ -195,7 +197,7 @@ def _end_threads() -> None:
             self._value = value
 
 
-def _goes_on_with_call(kind: Any, begin: str, run: str, error: str) -> None:
+def _goes_on_with_call(kind: type, begin: str, run: str, error: str) -> None:
     """`run` is the thread's function, begun in the call; it leaves its error in an attribute."""
     if not (hasattr(kind, begin) and hasattr(kind, run)):  # another release: its threads meet the others after an error
         return
@@ -216,7 +218,7 @@ def _goes_on_with_call(kind: Any, begin: str, run: str, error: str) -> None:
 def _end_v1_barriers() -> None:
     @around(optional("JaxDistributedSignalingClient", _CLIENTS), "wait_at_barrier")
     def wait_at_barrier(
-        _: Any, self: Any, key: str, *, timeout_secs: int, process_ids: Sequence[int] | None = None
+        _: object, self: object, key: str, *, timeout_secs: int, process_ids: Sequence[int] | None = None
     ) -> None:
         meetings.meet(key, timeout_secs * 1000, None if process_ids is None else set(process_ids))
 
@@ -255,7 +257,7 @@ def _say(error: BaseException, signals: Sequence[Any], operation: str) -> None:
         future.signaling_client.get_signaling_client().key_value_set(key, said_of(error), allow_overwrite=True)
 
 
-def _found_or_raised(get: Any, self: Any, key: str, timeout_secs: int) -> str:
+def _found_or_raised(get: Callable[..., str], self: object, key: str, timeout_secs: int) -> str:
     end = time.monotonic() + timeout_secs
     while True:
         try:
@@ -288,7 +290,7 @@ def _meeting(context: Any, what: str, plain: Callable[..., Any], *args: Any, **k
         return plain(*args, **kwargs)
 
 
-async def _finish_in_call(finish: Callable[[Any], Coroutine], self: Any) -> None:
+async def _finish_in_call(finish: Callable[[object], Coroutine], self: object) -> None:
     """The task that goes on with a save when it has returned."""
     with meetings.behind(meetings.call):
         try:

@@ -25,7 +25,7 @@ _INDEX_NBYTES = 100 << 20
 
 def read_parts(
     checkpoint: Checkpoint, wanted: Sequence[tuple[Leaf, Request]], reads: Reads, in_flight_nbytes: int
-) -> list[Any]:
+) -> list[object]:
     """As `read_requests`, from outside of an event loop, whatever the error is."""
     try:
         return event_loops.run(read_requests(checkpoint, wanted, reads, in_flight_nbytes))
@@ -37,7 +37,7 @@ def read_parts(
 
 async def read_requests(
     checkpoint: Checkpoint, wanted: Sequence[tuple[Leaf, Request]], reads: Reads, in_flight_nbytes: int | None
-) -> list[Any]:
+) -> list[object]:
     """Reads parts of stored arrays.
 
     Args:
@@ -85,7 +85,7 @@ class _Reader:
         self._checkpoint, self._sums, self._reads, self._limit = checkpoint, sums, reads, limit
         self._context = stored.reading_context(0, _INDEX_NBYTES)
 
-    async def read(self, leaf: Leaf, requests: Sequence[Request]) -> list[Any]:
+    async def read(self, leaf: Leaf, requests: Sequence[Request]) -> list[object]:
         """The parts of one leaf. An array of which this process wants nothing is not opened."""
         if not leaf.is_array:
             return [self._checkpoint.text(leaf.path)] * len(requests)

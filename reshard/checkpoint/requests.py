@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box, device_boxes
-from mpmd.arrays.sharding import MpmdSharding
+from mpmd.arrays.sharding import Key, MpmdSharding
 from mpmd.errors import ReshardError
 from reshard.places import is_local
 from reshard.trees import broadcast, sharding_of
@@ -73,7 +74,7 @@ def index_text(index: Index) -> str:
     return "[" + ", ".join(":".join(e) for e in ends) + "]"
 
 
-def _rank(dtype: Any) -> int:
+def _rank(dtype: DTypeLike) -> int:
     """Numbers of one kind, or of a lower one, can be cast to this dtype."""
     kinds = np.bool_, np.integer, np.floating, np.complexfloating
     return next((i for i, kind in enumerate(kinds) if jax.dtypes.issubdtype(dtype, kind)), 0)
@@ -96,7 +97,7 @@ class Request:
 
     name: str
     shape: Shape | None
-    dtype: Any
+    dtype: DTypeLike | None
     sharding: Any
     index: Index = ()
     strict: bool = True
@@ -108,7 +109,7 @@ class Request:
         what = type_text(self.shape or (), self.dtype) if self.kind is None else a(self.kind)
         return f"{what} at {'/'.join(self.source)}{index_text(self.index)}" if self.index else what
 
-    def completed(self, shape: Shape, dtype: Any, key_dtype: Any) -> "Request":
+    def completed(self, shape: Shape, dtype: DTypeLike | None, key_dtype: DTypeLike | None) -> "Request":
         """With what it left to the stored array, and with both ends of every slice and no negative number."""
         if key_dtype is not None:
             shape, dtype = keys.shape_of_data(shape, key_dtype), key_dtype
@@ -138,7 +139,7 @@ class LocalRequest:
             asked for); groups on the same mesh share their arrays.
     """
 
-    def __init__(self, request: Request, key_dtype: Any):
+    def __init__(self, request: Request, key_dtype: DTypeLike | None):
         assert request.shape is not None
         self.request, self.key_dtype = request, key_dtype
         self.shape, self.sharding = request.shape, request.sharding
@@ -151,7 +152,7 @@ class LocalRequest:
             self.shape = keys.data_shape(request.shape, key_dtype)
             self.sharding = keys.data_sharding(request.sharding, request.shape, key_dtype)
         sharding = self.sharding
-        self._arrays: dict[Any, tuple[Any, Shape, Shape]] = {}
+        self._arrays: dict[Key, tuple[jax.sharding.Sharding, Shape, Shape]] = {}
         if isinstance(sharding, MpmdSharding):
             parts = sharding.local_parts(self.shape)
             self._arrays = {p.key: (sharding.group_sharding(p.group), p.offset, p.shape) for p in parts}
@@ -164,7 +165,7 @@ class LocalRequest:
             self.boxes |= {(array, device): box.shifted(offset) for device, box in boxes if is_local(device)}
         self._made: dict[Any, Any] = {}
 
-    def check(self, stored: Sequence[int], dtype: Any) -> None:
+    def check(self, stored: Sequence[int], dtype: DTypeLike) -> None:
         """Raises a ReshardError if what is stored has another shape, or a cast would lose what it is."""
         index, stored = self.request.index, tuple(stored)
         whole = in_storage(Box.whole(self.shape), index)
@@ -199,12 +200,12 @@ class LocalRequest:
                 there = SingleDeviceSharding(device, memory_kind=placed.memory_kind)
                 self._made[key] = jax.device_put(view, there, may_alias=None if is_all else False)
 
-    def finish(self) -> Any:
+    def finish(self) -> jax.Array | np.ndarray:
         """The array, made of what was put; in a process that wants nothing of it, its description."""
         if self.sharding is None:
             data = self._made[None] if self._made else np.zeros(self.shape, self.dtype)
             return data if self.key_dtype is None else keys.from_data(jax.numpy.asarray(data), self.key_dtype)
-        made: dict[Any, jax.Array] = {}
+        made: dict[object, jax.Array] = {}
         for array in self._arrays.values():
             if array not in made:
                 shards = [x for (where, _), x in self._made.items() if where == array]

@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path as File
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
@@ -28,6 +29,8 @@ from reshard.storage.huggingface import TensorFolder
 from reshard.storage.paths import Key, Path, compiled, dotted, show
 from reshard.storage.stored import Checkpoint, Leaf
 from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, TensorTarget, TensorWriter, plan_folder
+
+Value = jax.Array | np.ndarray | str | bytes
 
 
 def as_wanted(checkpoint: Checkpoint, mapping: str | File | Mapping | None, requests: Sequence[Request]) -> Checkpoint:
@@ -50,7 +53,7 @@ def as_wanted(checkpoint: Checkpoint, mapping: str | File | Mapping | None, requ
     return edited(checkpoint, change)
 
 
-def _is_apart(node: str, wanted: Any) -> bool:
+def _is_apart(node: str, wanted: Iterable[tuple[str, ...]]) -> bool:
     """Whether a wanted tree has numbered entries below a node; nodes above it may be stacked there."""
     patterns = [compiled(node), compiled(node.replace("/*", ""))]
     for source in wanted:
@@ -84,7 +87,7 @@ class TensorFormat:
 
     mapping: str | File | Mapping | None = None
     files_of: str | File | None = None
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     file_size: int | str = FILE_NBYTES
 
 
@@ -108,13 +111,13 @@ def save_tensors(working: Working, tree: Any, how: TensorFormat, timeout_s: int,
         files.finish(folder)
 
 
-def _arrays(tree: Any) -> Iterator[tuple[Path, Any]]:
+def _arrays(tree: Any) -> Iterator[tuple[Path, Value]]:
     for where, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = tuple([Key(name) for name in tree_path(where)])
         yield path, leaf if isinstance(leaf, (jax.Array, str, bytes)) else np.asarray(leaf)
 
 
-def _entries(arrays: dict[Path, Any], how: TensorFormat, beside: File | None) -> list[Entry]:
+def _entries(arrays: dict[Path, Value], how: TensorFormat, beside: File | None) -> list[Entry]:
     entries = [Entry.of(_leaf(path, array)) for path, array in arrays.items()]
     if how.dtype is not None:
         entries = cast(None, np.dtype(jnp.dtype(how.dtype)))(entries)
@@ -123,7 +126,7 @@ def _entries(arrays: dict[Path, Any], how: TensorFormat, beside: File | None) ->
     return entries
 
 
-def _leaf(path: Path, array: Any) -> Leaf:
+def _leaf(path: Path, array: Value) -> Leaf:
     if isinstance(array, (str, bytes)):
         return Leaf(path, "string")
     if keys.is_key(array.dtype):

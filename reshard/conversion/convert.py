@@ -222,7 +222,7 @@ def _write(conversion: Conversion, working: File, copier: Copier) -> None:
     async def fill(targets: dict[int, Any]) -> None:
         await copier.copy(functools.partial(orbax_writer.write_boxes, targets))
 
-    def value(entry: Entry) -> Any:
+    def value(entry: Entry) -> object:
         if entry.is_array:
             return orbax_writer.ARRAYS[entry.value_type](entry)
         if entry.value_type == "string":

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -107,7 +107,7 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
         return CopyPlan(threshold or 0, 0, 1, 1, ())
     order = {id(e.origins[0].leaf): i for i, e in enumerate(entries)}
 
-    def source_order(chunk: TargetChunk) -> Any:
+    def source_order(chunk: TargetChunk) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
         entry, box = chunk
         first = next(entry.parts(box))
         leaf = first.leaf

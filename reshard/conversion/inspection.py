@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from typing import Any
 
 from reshard.storage.paths import show
 from reshard.storage.stored import Checkpoint, Leaf
@@ -49,7 +48,7 @@ def _row(leaf: Leaf) -> tuple[str, str, str, str, str]:
     return show(leaf.path), str(leaf.dtype), shape, human(leaf.nbytes), chunks + extra
 
 
-def to_json(checkpoint: Checkpoint) -> dict[str, Any]:
+def to_json(checkpoint: Checkpoint) -> dict[str, object]:
     """The same as a document."""
     return {
         "folder": str(checkpoint.folder),
@@ -65,9 +64,9 @@ def to_json(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _leaf(leaf: Leaf) -> dict[str, Any]:
+def _leaf(leaf: Leaf) -> dict[str, object]:
     keys = [int(key.name) if key.sequence else key.name for key in leaf.path]
-    document: dict[str, Any] = {"path": show(leaf.path), "keys": keys, "type": leaf.value_type}
+    document: dict[str, object] = {"path": show(leaf.path), "keys": keys, "type": leaf.value_type}
     if leaf.is_array:
         document |= {
             "dtype": str(leaf.dtype),

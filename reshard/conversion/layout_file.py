@@ -86,7 +86,7 @@ def read_layout(file: str | File) -> TargetLayout:
     return parse_layout(document, str(file))
 
 
-def parse_layout(document: Any, name: str = "layout") -> TargetLayout:
+def parse_layout(document: object, name: str = "layout") -> TargetLayout:
     """Makes a layout of what a layout file says.
 
     Raises:
@@ -133,7 +133,7 @@ def parse_layout(document: Any, name: str = "layout") -> TargetLayout:
     return TargetLayout(mesh, mpmd_axis, groups, tuple(made), memory)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -193,7 +193,7 @@ def _rule(
     return LayoutRule(path, chosen, by_layer, axis, counts, split, without_axis(spec, mpmd_axis))
 
 
-def _split(value: Any, name: str, groups: Sequence[int], axis: int | None, faults: list[str]) -> Split | None:
+def _split(value: object, name: str, groups: Sequence[int], axis: int | None, faults: list[str]) -> Split | None:
     """The ranges of each group, which JSON can only name by text."""
     if not isinstance(value, Mapping) or not all(str(group).isdecimal() for group in value):
         faults.append(f"{name} is {value!r}, but must be {{group: [[start, stop], ...]}}")

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path as File
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -37,6 +37,7 @@ class Array:
 # Orbax finds the handler of a leaf by its Python type.
 ARRAYS: dict[str, type[Array]] = {name: type(name, (Array,), {}) for name in ARRAY_TYPES}
 
+Infos = Sequence[ocp.type_handlers.ParamInfo]
 Fill = Callable[[dict[int, ts.TensorStore]], Awaitable[None]]
 
 
@@ -51,7 +52,7 @@ async def write_boxes(targets: dict[int, ts.TensorStore], written: Iterable[tupl
     await transaction.commit_async()
 
 
-def write(folder: File, tree: Any, fill: Fill, *, zarr3: bool) -> None:
+def write(folder: File, tree: object, fill: Fill, *, zarr3: bool) -> None:
     """Saves a tree of `Array`, text and empty containers.
 
     Args:
@@ -100,15 +101,15 @@ class _Handler(ocp.type_handlers.TypeHandler):
     def typestr(self) -> str:
         return self._name
 
-    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+    async def metadata(self, infos: Infos) -> NoReturn:
         raise NotImplementedError("this handler writes")
 
-    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
+    async def deserialize(self, infos: Infos, args: Sequence[ocp.RestoreArgs] | None = None) -> NoReturn:
         raise NotImplementedError("this handler writes")
 
     async def serialize(
-        self, values: Sequence[Array], infos: Sequence[Any], args: Sequence[Any] | None = None
-    ) -> Sequence[Any]:
+        self, values: Sequence[Array], infos: Infos, args: Sequence[ocp.SaveArgs] | None = None
+    ) -> list[Any]:
         for info in infos:
             await info.await_path_creation()
         entries = [value.entry for value in values]
@@ -120,7 +121,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
         return []
 
 
-async def _create(entry: Entry, info: Any) -> ts.TensorStore:
+async def _create(entry: Entry, info: ocp.type_handlers.ParamInfo) -> ts.TensorStore:
     assert entry.dtype is not None
     # The whole array as one chunk, as Orbax writes what lies on one device; then our chunks in place of that one.
     spec = ocp.type_handlers.get_json_tspec_write(

@@ -9,11 +9,11 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from jax.sharding import NamedSharding
 
 from mpmd.arrays.boxes import Box, device_boxes
+from mpmd.arrays.shards import Device
 from mpmd.errors import ReshardError
 from reshard.conversion.layout_file import LayoutRule, TargetLayout
 from reshard.storage.arrays import plan_reads
@@ -89,7 +89,7 @@ class ReadPlan:
             lines.append("No process reads more than it needs: the chunks fit the layout.")
         return "\n".join(lines)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "layout": str(self.layout),
             "processes": [
@@ -206,7 +206,7 @@ def _ends(num_layers: int, rule: LayoutRule, num_groups: int) -> tuple[int, ...]
     return tuple(itertools.accumulate(counts))
 
 
-def _wanted(rule: LayoutRule, shares: Iterable[tuple[int, Box]], layout: TargetLayout) -> Iterator[tuple[Any, Box]]:
+def _wanted(rule: LayoutRule, shares: Iterable[tuple[int, Box]], layout: TargetLayout) -> Iterator[tuple[Device, Box]]:
     """Each device and its box."""
     for group, share in shares:
         if not share.size:
@@ -218,7 +218,7 @@ def _wanted(rule: LayoutRule, shares: Iterable[tuple[int, Box]], layout: TargetL
             yield device, box.shifted(share.start)
 
 
-def _read(leaf: Leaf, wanted: Iterable[tuple[Any, Box]], processes: dict[int, ProcessReads]) -> LeafReads:
+def _read(leaf: Leaf, wanted: Iterable[tuple[Device, Box]], processes: dict[int, ProcessReads]) -> LeafReads:
     by_process: dict[int, dict[Box, None]] = {}
     for device, box in wanted:
         processes[device.process_index].device_bytes[device.id] += box.nbytes(leaf.itemsize)

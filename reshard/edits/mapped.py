@@ -6,7 +6,6 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path as File
-from typing import Any
 
 from mpmd.errors import ReshardError
 from reshard.edits import axes, tree_edits
@@ -20,7 +19,7 @@ from scheduler.base.texts import first_of
 
 
 def imported(
-    mapping: Mapping, config: dict[str, Any], keep_apart: Callable[[str], bool] = lambda node: False
+    mapping: Mapping, config: dict[str, object], keep_apart: Callable[[str], bool] = lambda node: False
 ) -> Change:
     """What makes the tree of a model of the tensors of a folder.
 
@@ -49,7 +48,7 @@ def imported_from(
     return imported(read_mapping(mapping, folder), config_of(folder), keep_apart)
 
 
-def exported(mapping: Mapping, config: dict[str, Any]) -> Change:
+def exported(mapping: Mapping, config: dict[str, object]) -> Change:
     """What makes the tensors of a folder of the tree of a model."""
 
     def change(entries: Entries) -> list[Entry]:
@@ -81,7 +80,7 @@ class _Application:
     """One application of a mapping; `given` says whether the entries are the folder's tensors or our arrays."""
 
     mapping: Mapping
-    config: dict[str, Any]
+    config: dict[str, object]
     entries: dict[str, Entry]
     given: str
     taken: set[str] = dataclasses.field(default_factory=set)

@@ -113,7 +113,7 @@ def _mapping_of_model(folder: File | None) -> Mapping:
     )
 
 
-def config_of(folder: File | None) -> dict[str, Any]:
+def config_of(folder: File | None) -> dict[str, object]:
     """What config.json says, with what its `text_config` says; nothing if there is none.
 
     Raises:
@@ -128,7 +128,7 @@ def config_of(folder: File | None) -> dict[str, Any]:
     return {**text, **{k: v for k, v in config.items() if v is not None}} if isinstance(text, dict) else config
 
 
-def parse_mapping(document: Any, name: str) -> Mapping:
+def parse_mapping(document: object, name: str) -> Mapping:
     """Makes a mapping of what a file says.
 
     Raises:
@@ -166,7 +166,7 @@ def _texts(value: Any, name: str, faults: list[str]) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _rule(value: Any, name: str, faults: list[str]) -> MappingRule:
+def _rule(value: object, name: str, faults: list[str]) -> MappingRule:
     if not isinstance(value, dict):
         faults.append(f"{name} is {value!r}, but must have tensor and array")
         return MappingRule((), ())

@@ -279,7 +279,7 @@ def checked_paths(entries: Entries) -> tuple[list[Entry], list[str]]:
     return [checked(e) for e in entries], notes
 
 
-def nested(entries: Entries, value: Callable[[Entry], Any]) -> Any:
+def nested(entries: Entries, value: Callable[[Entry], object]) -> object:
     """The tree of dicts and lists that Orbax is to save, with `value` of each entry as its leaves."""
     if len(entries) == 1 and not entries[0].path:
         return value(entries[0])
@@ -292,7 +292,7 @@ def nested(entries: Entries, value: Callable[[Entry], Any]) -> Any:
     return _built(root, value)
 
 
-def _built(node: Any, value: Callable[[Entry], Any]) -> Any:
+def _built(node: Any, value: Callable[[Entry], object]) -> object:
     if isinstance(node, Entry):
         return value(node)
     if next(iter(node)).sequence:

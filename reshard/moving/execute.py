@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -36,7 +35,7 @@ def execute(
     donate: bool,
     progress: ProgressCallback | None = None,
     job: Job | None = None,
-) -> tuple[list[Any], Stats]:
+) -> tuple[list[object], Stats]:
     """Moves the arrays as planned.
 
     Args:
@@ -74,7 +73,7 @@ class _Execution:
         self._under_way: dict[int, int] = {}  # bytes by rank
         self._filled: list[MovingArray] = []
 
-    def __call__(self) -> list[Any]:
+    def __call__(self) -> list[object]:
         for round_ in self.plan.rounds:
             self._move(round_)
         for array in self.arrays:
@@ -161,7 +160,7 @@ class _Execution:
         self._filled.clear()
         self.meter.report()
 
-    def _assemble(self, array: MovingArray) -> Any:
+    def _assemble(self, array: MovingArray) -> object:
         leaf, target = array.planned.leaf, array.planned.route.target
         for t, device in enumerate(target.devices):
             if t not in array.parts and self._rank_of(device) == self.rank:  # an array without elements

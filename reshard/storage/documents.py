@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path as File
-from typing import Any
 
 import yaml
 
@@ -13,7 +12,7 @@ _MOST_NBYTES = 1 << 20
 _MOST_ENTRIES = 100_000
 
 
-def read_document(file: str | File, what: str) -> Any:
+def read_document(file: str | File, what: str) -> object:
     """What is in a file: JSON if its name says so, otherwise YAML.
 
     Args:
@@ -38,7 +37,7 @@ def read_document(file: str | File, what: str) -> Any:
     return document
 
 
-def _is_large(document: Any) -> bool:
+def _is_large(document: object) -> bool:
     """Whether it has too many entries when each alias is written out; YAML's aliases make a few lines endless."""
     left, num_entries = [document], 0
     while left and num_entries <= _MOST_ENTRIES:

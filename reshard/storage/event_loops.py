@@ -46,5 +46,5 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
             loop.close()
 
 
-def _ignored(*_: Any, **__: Any) -> None:
+def _ignored(*_: object, **__: object) -> None:
     pass

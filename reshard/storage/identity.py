@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path as File
 
 from reshard.storage import checksums, event_loops
 from reshard.storage.huggingface import TensorFolder
@@ -36,7 +36,7 @@ def identity(checkpoint: Checkpoint, leaves: Iterable[tuple[str, ...]]) -> int:
     return number
 
 
-def _sampled(file: Any, num_places: int) -> bytes:
+def _sampled(file: File, num_places: int) -> bytes:
     """The size of a file, and what is in it at a few places, its ends among them."""
     nbytes = file.stat().st_size
     found = [str(nbytes).encode()]

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as File
 from typing import Any
 
@@ -183,7 +183,9 @@ def write_box(descriptor: int, tensor: Tensor, box: Box, data: np.ndarray) -> No
         _transfer(os.pwritev, descriptor, view[i * run : (i + 1) * run], tensor.start + offset, None)
 
 
-def _transfer(call: Any, descriptor: int, view: memoryview, offset: int, file: File | None) -> None:
+def _transfer(
+    call: Callable[[int, list[memoryview], int], int], descriptor: int, view: memoryview, offset: int, file: File | None
+) -> None:
     """Reads or writes all of it; the system may do less at a time."""
     while view:
         done = call(descriptor, [view], offset)
@@ -202,7 +204,7 @@ def header_of(
     """
     order = list(NAMES)
     ordered = sorted(tensors, key=lambda t: (-order.index(t[1]), t[0]))
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     placed, end = [], 0
     for name, dtype, shape in ordered:
         placed.append(Tensor(name, dtype, shape, end))

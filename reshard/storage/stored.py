@@ -140,7 +140,7 @@ class Checkpoint:
         root = f"{self.folder}/" if "://" in str(self.folder) else f"file://{quote(str(self.folder))}/"
         name = dotted(path) + "/" if path else ""
         if self.ocdbt:
-            store: Any = {"driver": "ocdbt", "base": root, "path": name, "cache_pool": "cache_pool#index"}
+            store: object = {"driver": "ocdbt", "base": root, "path": name, "cache_pool": "cache_pool#index"}
         else:
             store = root + quote(name)
         named = {} if self.metadata_key is None else {"metadata_key": self.metadata_key}

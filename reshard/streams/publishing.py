@@ -130,7 +130,7 @@ def subscribe(address: str, like: Any, shardings: Any, *, token: str) -> Subscri
     return Subscription(f"subscribe: {address}", joining.current(), ranks_of_shardings(placed), (), connect, to)
 
 
-def _checked(address: Any, token: Any, name: str) -> tuple[str, int]:
+def _checked(address: object, token: object, name: str) -> tuple[str, int]:
     """Host and port of an address.
 
     Raises:

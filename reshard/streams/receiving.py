@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Literal, TypeGuard, overload
+from typing import Any, Literal, TypeGuard, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,10 @@ _WAIT_S = 1.0
 _VERDICT_S = 45.0  # for the watchdog to say which process was lost, before this one says what it has seen
 
 
-def is_place(x: Any) -> bool:
+T = TypeVar("T")
+
+
+def is_place(x: object) -> bool:
     """Whether it says where a tensor goes: a sharding, or a description that has one."""
     return is_sharding(x) or isinstance(x, jax.ShapeDtypeStruct)
 
@@ -115,7 +118,7 @@ class _ReceivePlan:
 
     def tree(self, buffers: Mapping[tuple[int, Box], np.ndarray]) -> Any:
         """The tree of arrays, when all parts are in their places."""
-        arrays: list[Any] = []
+        arrays: list[object] = []
         for target, (about, place) in enumerate(zip(self._targets, self._placed, strict=True)):
             boxes = self._wanted[target]
             for i, box in enumerate(boxes):
@@ -142,7 +145,7 @@ def _matched(
         placed = broadcast(places, jax.tree.unflatten(treedef, names), "target_shardings", is_leaf=is_place)
     targets: list[tuple[KeptLeaf, Origins]] = []
     faults = [f"there is no place for {known[name]}" for name in known.keys() - set(map(_slashed, names))]
-    shardings: list[Any] = []
+    shardings: list[jax.sharding.Sharding] = []
     for name, place in zip(names, placed, strict=True):
         if (own := known.get(_slashed(name))) is None:
             faults.append(f"nobody sends {name}")
@@ -163,11 +166,11 @@ def _slashed(name: str) -> str:
     return name.replace(".", "/")
 
 
-def _is_described(place: Any) -> TypeGuard[jax.ShapeDtypeStruct]:
+def _is_described(place: object) -> TypeGuard[jax.ShapeDtypeStruct]:
     return isinstance(place, jax.ShapeDtypeStruct)
 
 
-def _as_wanted(about: KeptLeaf, place: Any) -> tuple[KeptLeaf, str | None]:
+def _as_wanted(about: KeptLeaf, place: object) -> tuple[KeptLeaf, str | None]:
     """A tensor as it arrives, and why it cannot."""
     dtype: Any = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
     shape = keys.shape_of_data(about.shape, dtype)
@@ -185,7 +188,7 @@ def _as_wanted(about: KeptLeaf, place: Any) -> tuple[KeptLeaf, str | None]:
     return KeptLeaf(about.name, SHARED, about.shape, jnp.dtype(place.dtype).name), fault
 
 
-def _wanted(about: KeptLeaf, sharding: Any) -> list[Box]:
+def _wanted(about: KeptLeaf, sharding: jax.sharding.Sharding) -> list[Box]:
     dtype: Any = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
     placed = keys.data_sharding(sharding, keys.shape_of_data(about.shape, dtype), dtype)
     by_part = part_boxes(placed, about.shape)
@@ -277,7 +280,7 @@ class Subscription:
             shelf.close()
         self._shelves = []
 
-    def _try(self, act: Callable[[], Any]) -> tuple[Any, str | None]:
+    def _try(self, act: Callable[[], T]) -> tuple[T | None, str | None]:
         """What it gives, or what went wrong; all receivers are told before any of them raises."""
         try:
             return act(), None
@@ -344,7 +347,7 @@ class Subscription:
                 plan = _ReceivePlan(descriptions, near, self._places, self._names, self._part_nbytes)
                 self._plan = descriptions, plan
             plan, buffers = self._plan[1], self._plan[1].buffers()
-            parts: list[list[Any]] = [[] for _ in shelves]
+            parts: list[list[tuple[SentPart, np.ndarray]]] = [[] for _ in shelves]
             before = self.bytes_received
             for part in plan.parts:
                 view = buffers[part.target, part.wanted][(*part.into.slices, ...)]

@@ -33,7 +33,7 @@ def renamed(leaves: Sequence[KeptLeaf], names: Any) -> dict[str, tuple[KeptLeaf,
     Raises:
         ReshardError: it is no mapping, or fits in neither direction.
     """
-    from reshard.edits.entries import Entry
+    from reshard.edits.entries import Entry, Origin
     from reshard.edits.mapped import exported, imported
     from reshard.edits.mapping import parse_mapping, read_mapping
     from reshard.storage.paths import Key, parts_of, show
@@ -55,7 +55,7 @@ def renamed(leaves: Sequence[KeptLeaf], names: Any) -> dict[str, tuple[KeptLeaf,
             raise error from None
 
     def origins(entry: Entry) -> Origins:
-        def moves(origin: Any) -> Moves:
+        def moves(origin: Origin) -> Moves:
             return lambda part: ((one.source, one.target, one) for one in origin.taking(part))
 
         return lambda box: ((index[o.leaf.path], o.source, moves(o)) for o in entry.parts(box))

@@ -44,7 +44,7 @@ class Sender:
         self._what, self._job, self._ranks, self._folder, self._keeps_all = what, job, tuple(ranks), folder, keeps_all
         self._rank = 0 if job is None else job.rank
         self._last = -1
-        self._signature: Any = None
+        self._signature: object = None
         self._description, self._layout = "", StateLayout((), (), 0)
         self._due: queue.Queue[Shelved | None] = queue.Queue()
         self._idle = threading.Event()
@@ -84,7 +84,7 @@ class Sender:
             self._job.calls.note(self._ranks, Note(f"sent version {version} of {self._what}"))
         self._last = version
         taken = copies.started(leaves, self._layout)
-        values: dict[int, list[tuple[Box, Any]]] = {}
+        values: dict[int, list[tuple[Box, object]]] = {}
         for piece, value in zip(self._layout.pieces, taken.values, strict=True):
             values.setdefault(piece.leaf, []).append((piece.box, value))
         self._idle.clear()
@@ -95,7 +95,9 @@ class Sender:
         self._is_closed = True
         self._due.put(None)
 
-    def _check(self, paths: Sequence[str], leaves: Sequence[Any], placed: Sequence[Any] | None) -> None:
+    def _check(
+        self, paths: Sequence[str], leaves: Sequence[object], placed: Sequence[jax.sharding.Sharding] | None
+    ) -> None:
         faults: list[str] = []
         for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
             fault = None
@@ -149,7 +151,7 @@ class Sender:
             time.sleep(_POLL_S)
 
 
-def _fits(leaf: Any, sharding: Any) -> bool:
+def _fits(leaf: jax.Array, sharding: jax.sharding.Sharding) -> bool:
     held = sharding_of(leaf)
     if fault_of_sharding(sharding, leaf.shape) is not None:
         return False
@@ -166,19 +168,20 @@ def _described(tree: Any, treedef: Any) -> tuple[list[str], str | None]:
     return [name_of(path) for path, _ in paths], text
 
 
-def name_of(path: Sequence[Any]) -> str:
+def name_of(path: Sequence[object]) -> str:
     """The name of a tensor: `params/layers/0/w`."""
     parts = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
     return "/".join(part.replace("/", "%2F") for part in parts) or "."
 
 
 def _planned(
-    names: Sequence[str], leaves: Sequence[Any], placed: Sequence[Any], rank: int, keeps_all: bool
-) -> tuple[StateLayout, list[Any]]:
+    names: Sequence[str], leaves: Sequence[jax.Array], placed: Sequence[jax.sharding.Sharding], rank: int,
+    keeps_all: bool,
+) -> tuple[StateLayout, list[object]]:  # fmt: skip
     """The shards that this process copies, and the boxes that it gives to others: of each box one process does."""
     load: dict[int, int] = {}
     kept: list[KeptLeaf] = []
-    given: list[Any] = []
+    given: list[object] = []
     pieces: list[KeptPiece] = []
     for i, (name, leaf, sharding) in enumerate(zip(names, leaves, placed, strict=True)):
         shape, dtype = keys.data_shape(leaf.shape, leaf.dtype), keys.data_dtype(leaf.dtype)

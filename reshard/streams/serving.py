@@ -120,8 +120,9 @@ class ShelfServer:
                     return
 
     def _send(
-        self, connection: socket.socket, shelved: Shelved, about: int, leaf: int, start: Any, stop: Any, dtype: str
-    ) -> None:
+        self, connection: socket.socket, shelved: Shelved, about: int, leaf: int, start: list[int], stop: list[int],
+        dtype: str,
+    ) -> None:  # fmt: skip
         box = Box(tuple(start), tuple(stop))
         data = _bytes_of(shelved.read(leaf, box, jnp.dtype(dtype)))
         connection.sendall(_PART.pack(data.nbytes, _checksum(data, _digest(leaf, box, dtype, about))))
@@ -130,7 +131,7 @@ class ShelfServer:
         self.bytes_sent += data.nbytes
 
 
-def _digest(*what: Any) -> int:
+def _digest(*what: object) -> int:
     """Begins the checksum of a part with what it is: that of another tensor, box, dtype or version is a wrong one."""
     return zlib.crc32(repr(what).encode())
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Shelved(NamedTuple):
 
     version: int
     description: str
-    values: dict[int, list[tuple[Box, Any]]]
+    values: dict[int, list[tuple[Box, object]]]
 
     def read(self, leaf: int, box: Box, dtype: np.dtype) -> np.ndarray:
         """The values of a box in one piece of memory, cast to a dtype."""

@@ -60,7 +60,7 @@ class Stream(Subscription):
             sender = self._sender if source == self._rank else None
             yield FarShelf(*self._doors[source]) if sender is None else NearShelf(sender.shelf)
 
-    def _agreed(self, job: Job, ranks: list[int], given: tuple[Any, ...]) -> dict[int, tuple[str, str, str]]:
+    def _agreed(self, job: Job, ranks: list[int], given: tuple[object, ...]) -> dict[int, tuple[str, str, str]]:
         """What opens the shelf of each sender; all processes were given the same.
 
         Raises:

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 
 def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
@@ -88,7 +87,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}"
 
 
-def type_text(shape: Sequence[int], dtype: Any) -> str:
+def type_text(shape: Sequence[int], dtype: object) -> str:
     """A type as messages show it: `float32[2,3]`."""
     return f"{getattr(dtype, 'name', dtype)}[{','.join(map(str, shape))}]"
 

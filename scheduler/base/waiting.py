@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TextIO
 
 _PATIENCE_S, _EVERY_S = 2.0, 0.5
 _LOGGED_EVERY_S = 10.0
@@ -31,7 +31,7 @@ class Line:
     """
 
     def __init__(
-        self, state: Callable[[], tuple[str, float]], stream: Any = None, patience_s: float | None = None
+        self, state: Callable[[], tuple[str, float]], stream: TextIO | None = None, patience_s: float | None = None
     ) -> None:
         self._state = state
         self._stream = sys.stderr if stream is None else stream
@@ -79,7 +79,7 @@ class Line:
 
 @contextlib.contextmanager
 def waiting(
-    state: Callable[[], tuple[str, float]], stream: Any = None, patience_s: float | None = None
+    state: Callable[[], tuple[str, float]], stream: TextIO | None = None, patience_s: float | None = None
 ) -> Iterator[None]:
     """A `Line` while the block runs."""
     line = Line(state, stream, patience_s)
@@ -104,7 +104,7 @@ def time_left(seconds: float, share: float) -> str:
     return f", about {shown} left" if share > 0 else f", {shown} so far"
 
 
-def _is_terminal(stream: Any) -> bool:
+def _is_terminal(stream: TextIO | None) -> bool:
     try:
         return stream is not None and stream.isatty()
     except (AttributeError, ValueError):

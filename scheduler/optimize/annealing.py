@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, MutableSequence, Sequence
 from types import FunctionType
-from typing import Any
 
 from scheduler.schedules.list_scheduling import Problem
 from scheduler.task import Kind, Orders, Task
@@ -84,7 +83,7 @@ def can_compile() -> bool:
 def _compiled() -> Callable[..., float]:
     import numba  # pyright: ignore[reportMissingImports]
 
-    def compiled(function: Any) -> Any:
+    def compiled(function: Callable) -> Callable:
         try:
             return numba.njit(cache=True)(function)
         except RuntimeError:  # there is no folder to keep it in for the next process

@@ -6,7 +6,7 @@ from scheduler.programs.instructions import Call, Free, Instruction, Program, Re
 from scheduler.task import Task
 
 
-def to_data(program: Program) -> dict[str, Any]:
+def to_data(program: Program) -> dict[str, object]:
     """A program as lists, tuples, numbers and text: what JSON holds."""
     return {
         "groups": [[_instruction(i) for i in group] for group in program.groups],
@@ -40,7 +40,7 @@ def _read_values(values: Any) -> tuple[Value, ...]:
     return tuple(Value(*value) for value in values)
 
 
-def _instruction(instruction: Instruction) -> list[Any]:
+def _instruction(instruction: Instruction) -> list[object]:
     match instruction:
         case Run(_, reads, writes, donates):
             return ["run", [*map(str, instruction.tasks)], reads, writes, donates, instruction.loop]

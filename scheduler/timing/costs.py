@@ -286,7 +286,7 @@ class Costs:
         return cls.measured(durations)
 
 
-def _check_names(given: Mapping[str, Any]) -> None:
+def _check_names(given: Mapping[str, object]) -> None:
     known = {one.name for one in fields(Costs)}
     if unknown := sorted(set(given) - known):
         raise ValueError(f"Costs: unknown names {unknown}; expected some of {sorted(known)}, or a Chrome trace.")

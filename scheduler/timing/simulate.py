@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import add
-from typing import Any
 
 from scheduler.base.collector import without_collection
 from scheduler.ordering import recomputing
@@ -101,7 +100,7 @@ def _clock(placement: Sequence[int], num_microbatches: int, costs: Costs, reads:
     return Clock(placement, num_microbatches, seconds, over, reads)
 
 
-def _flat(every: Sequence[Costs], of_stages: Callable[..., Sequence[float]], *args: Any) -> list[float]:
+def _flat(every: Sequence[Costs], of_stages: Callable[..., Sequence[float]], *args: object) -> list[float]:
     """A list of a number for each stage and microbatch, stage after stage, from those of each microbatch."""
     known: dict[int, Sequence[float]] = {}
     for one in every:
