@@ -531,6 +531,14 @@ def test_a_step_whose_tasks_depend_on_the_shape_is_told():
     assert "the step has other instructions for microbatches of some shapes" in fault(other, microbatches((2, 3)))
 
 
+def test_the_largest_of_floats_without_infinity():
+    for dtype in ("float8_e4m3fn", "float8_e5m2", "float32"):
+        xs = jnp.array([[-3, 1], [-2, -1]], dtype)
+        for operation, expected in ((mpmd.Max, [-2, 1]), (mpmd.Min, [-3, -1])):
+            found = mpmd.treduce(lambda x: x, xs, None, operation=operation)
+            np.testing.assert_array_equal(found.astype(np.float32), expected)
+
+
 @pytest.mark.parametrize(("weight", "output"), [("int8", "float32"), ("uint16", "float16"), ("float16", "bfloat16")])
 def test_weights_and_outputs_of_few_bits_do_not_overflow_their_sums(weight, output):
     xs = [jnp.full((3,), i, output) for i in (1, 2)] * 3

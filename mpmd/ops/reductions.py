@@ -223,7 +223,7 @@ def _extreme(dtype: DTypeLike, lowest: bool) -> float:
         info = jnp.iinfo(dtype)
         return info.min if lowest else info.max
     if not np.isinf(np.array(np.inf).astype(dtype)):  # some floats of 8 bits and fewer have no infinity
-        return jnp.finfo(dtype).min if lowest else jnp.finfo(dtype).max
+        return float(jnp.finfo(dtype).min if lowest else jnp.finfo(dtype).max)
     return -np.inf if lowest else np.inf
 
 

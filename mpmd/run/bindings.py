@@ -229,11 +229,11 @@ class BoundTask(NamedTuple):
     """Where the values of a task stand among those of its instruction.
 
     Attributes:
-      index: where it reads the number of its microbatch; None if it does not.
+      number: where it reads that of its microbatch; None if it does not.
     """
 
     place: Place
-    index: int | None
+    number: int | None
     sums: list[SummedOutput]
 
 

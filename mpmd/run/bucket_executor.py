@@ -11,7 +11,7 @@ import dataclasses
 import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.sharding import MpmdSharding

@@ -47,8 +47,8 @@ class Turns:
         begun: dict[int, Operation] = {}  # by position among what it reads
         late: list[_Late] = []
         for task, turn in zip(tasks, turns, strict=True):
-            if task.index is not None:
-                reads[task.index] = self._slots.of_constant(b.group, np.int32(turn))
+            if task.number is not None:
+                reads[task.number] = self._slots.of_constant(b.group, np.int32(turn))
             for s in task.sums:
                 if isinstance(s.operation, Concat):  # rows have places of their own
                     continue

@@ -5,6 +5,7 @@ Importing this module makes Orbax's own checkpointers (`CheckpointManager`, `Sta
 `MpmdArray`s. What they write is an ordinary Orbax checkpoint. `save` and `restore` are the short forms.
 """
 
+import collections
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path as File
@@ -199,6 +200,9 @@ def _check_leaves(tree: Any) -> None:
         for keys, leaf in leaves
         if (fault := _fault_of_leaf(leaf)) is not None
     ]
+    stored = collections.Counter(".".join(tree_path(keys)) for keys, _ in leaves)
+    faults += [f"{name}: {count} leaves would be stored by this name" for name, count in stored.items() if count > 1]
+    faults += [f"{name!r}: a name with such characters is none" for name in stored if not name.isprintable()]
     if not leaves:
         faults.append("it has no leaves")
     if faults:
@@ -208,6 +212,8 @@ def _check_leaves(tree: Any) -> None:
 def _fault_of_leaf(leaf: object) -> str | None:
     if isinstance(leaf, (jax.Array, np.ndarray)):
         return leaf_handler.fault_of_array(leaf)
-    if isinstance(leaf, (str, bytes, bool, int, float, np.generic)):
+    if isinstance(leaf, (str, bool, int, float, np.generic)) and not isinstance(leaf, (np.bool_, np.flexible)):
         return None
+    if isinstance(leaf, np.bool_):
+        return "a numpy.bool is not stored by Orbax; give bool(…), or an array"
     return f"{a(type(leaf))} is no array, number or string"

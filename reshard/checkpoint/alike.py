@@ -69,7 +69,7 @@ def _ranks_of(requests: Sequence[Request]) -> set[int]:
     for sharding in {request.sharding for request in requests}:
         if isinstance(sharding, MpmdSharding):
             ranks.update(rank for of_group in sharding.mpmd_mesh.processes for rank in of_group)
-        elif sharding is not None:
+        elif isinstance(sharding, jax.sharding.Sharding):  # anything else is told later
             ranks.update(d.process_index for d in sharding.device_set)
     return ranks
 

@@ -85,6 +85,8 @@ def requests_of(like: Any, shardings: Any) -> tuple[list[Request], Any]:
         kind, shape, dtype = type(leaf), (), None
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             kind, shape, dtype = None, tuple(leaf.shape), leaf.dtype
+            if isinstance(leaf, np.ndarray):  # the order of its bytes is stored as that of the machine
+                dtype = dtype.newbyteorder("=")
         sharding = sharding if kind is None else None
         requests.append(Request("/".join(path), shape, dtype, sharding, index, source=source, kind=kind))
     return requests, treedef

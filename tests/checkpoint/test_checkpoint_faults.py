@@ -214,9 +214,29 @@ def test_everything_in_a_tree_that_cannot_be_saved_is_named_at_once(tmp_path):
         "  b: an object is no array, number or string"
     )
     with pytest.raises(ReshardError) as caught:
+        save(
+            tmp_path / "state",
+            {"a.b": 1, "a": {"b": 2}, "c\t": 3, "d": np.array(["x"]), "e": np.bool_(1), "f": jax.numpy.ones(2, "uint4")},
+        )
+    assert str(caught.value) == (
+        "save: the tree cannot be saved:\n"
+        "  d: str32[1] is of a dtype that Orbax does not store\n"
+        "  e: a numpy.bool is not stored by Orbax; give bool(…), or an array\n"
+        "  f: uint4[2] is of a dtype that Orbax does not store\n"
+        "  a.b: 2 leaves would be stored by this name\n"
+        "  'c\\t': a name with such characters is none"
+    )
+    with pytest.raises(ReshardError) as caught:
         save(tmp_path / "state", {})
     assert str(caught.value) == "save: the tree cannot be saved:\n  it has no leaves"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_in_another_order_fit_and_what_is_no_sharding_is_named(tmp_path):
+    save(tmp_path / "state", tree := {"x": np.arange(3, dtype=">f4")})
+    np.testing.assert_array_equal(restore(tmp_path / "state", tree)["x"], tree["x"])
+    with pytest.raises(ReshardError, match=r"x: P\('data',\) is a P, not a sharding"):
+        restore(tmp_path / "state", tree, jax.P("data"))
 
 
 def test_orbax_checkpointers_name_the_arrays_that_cannot_be_saved(tmp_path):

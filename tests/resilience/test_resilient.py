@@ -177,9 +177,9 @@ def test_a_leaf_of_another_dtype_or_shape_than_the_given_one_is_told_at_once():
         with pytest.raises(ValueError) as raised:
             mpmd.resilient(lambda i, state, new=new: {"m": new}, {"m": jnp.zeros(3)}, 1)
         assert str(raised.value) == (
-            f"mpmd.resilient: body(0, state) returned state['m'] as {text}, and it was given float32[3]: after a loss, the loop"
-            " could not go on. Return each leaf in the shape and dtype of the given one, or begin with a state as body"
-            " returns it."
+            f"mpmd.resilient: body(0, state) returned state['m'] as {text}, and it was given float32[3]: after a loss,"
+            " the loop could not go on. Return each leaf in the shape and dtype of the given one, or begin with a state"
+            " as body returns it."
         )
 
 
