@@ -48,7 +48,7 @@ ROOMS = {
     "mpmd/goodput": ("observe",),
     "mpmd/job": ("arrays", "observe"),
     "mpmd/resilience": ("arrays", "observe", "job"),
-    "mpmd/run": ("arrays", "tracing", "graphs", "cutting", "compile", "observe", "job"),
+    "mpmd/run": ("arrays", "ops", "tracing", "graphs", "cutting", "compile", "observe", "job"),
     "mpmd/report": ("arrays", "graphs", "partition", "costs", "compile", "observe", "job"),
     "mpmd/planning": ("arrays", "graphs", "partition", "costs", "compile", "report"),
     "mpmd/tuning": ("arrays", "graphs", "partition", "costs", "compile", "report", "planning", "cutting"),

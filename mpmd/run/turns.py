@@ -17,7 +17,7 @@ from mpmd.ops.reductions import Concat, Operation
 from mpmd.run.bindings import BoundInstruction, BoundTask, Slots
 
 
-class _Late(NamedTuple):
+class _EarlySum(NamedTuple):
     """What is added to a sum when its turn has come: where the sum is written, and the slot of what is added."""
 
     position: int
@@ -45,7 +45,7 @@ class Turns:
         """
         reads, writes, donates = list(b.reads), list(b.writes), set(b.donates)
         begun: dict[int, Operation] = {}  # by position among what it reads
-        late: list[_Late] = []
+        late: list[_EarlySum] = []
         for task, turn in zip(tasks, turns, strict=True):
             if task.number is not None:
                 reads[task.number] = self._slots.of_constant(b.group, np.int32(turn))
@@ -53,7 +53,7 @@ class Turns:
                 if isinstance(s.operation, Concat):  # rows have places of their own
                     continue
                 if turn == self._next[slot := writes[s.write]]:
-                    late += [_Late(s.write, early, s.operation) for early in self._in_turn(slot)]
+                    late += [_EarlySum(s.write, early, s.operation) for early in self._in_turn(slot)]
                     continue
                 _check_has_parts(s.operation)
                 self._early[slot, turn] = early = self._slots.of(b.group, ("summed early", slot, turn))
@@ -77,7 +77,7 @@ class Turns:
 
 
 def _summing(
-    act: Callable[..., Any], num_reads: int, begun: dict[int, Operation], late: Sequence[_Late]
+    act: Callable[..., Any], num_reads: int, begun: dict[int, Operation], late: Sequence[_EarlySum]
 ) -> Callable[..., list[jax.Array]]:
     def summing(*arrays: jax.Array) -> list[jax.Array]:
         given = list(arrays[:num_reads])

@@ -216,7 +216,14 @@ def test_everything_in_a_tree_that_cannot_be_saved_is_named_at_once(tmp_path):
     with pytest.raises(ReshardError) as caught:
         save(
             tmp_path / "state",
-            {"a.b": 1, "a": {"b": 2}, "c\t": 3, "d": np.array(["x"]), "e": np.bool_(1), "f": jax.numpy.ones(2, "uint4")},
+            {
+                "a.b": 1,
+                "a": {"b": 2},
+                "c\t": 3,
+                "d": np.array(["x"]),
+                "e": np.bool_(1),
+                "f": jax.numpy.ones(2, "uint4"),
+            },
         )
     assert str(caught.value) == (
         "save: the tree cannot be saved:\n"
