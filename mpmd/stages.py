@@ -75,6 +75,8 @@ def shape_of(mesh: MpmdMesh) -> tuple[Hashable, ...]:
 
 def check_options(options: Mapping[Any, Any] | None, name: str, num_stages: int | None = None) -> None:
     """Options for XLA are single values by name, for all programs or, in a mapping, for the tasks of a stage."""
+    if not isinstance(options, Mapping | None):
+        raise ValueError(f"{name}: compiler_options is {options!r:.80}; give a dict of XLA's options by name.")
     for key, value in (options or {}).items():
         is_stage = isinstance(key, int) and not isinstance(key, bool)
         if is_stage and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):

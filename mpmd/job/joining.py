@@ -20,6 +20,7 @@ from mpmd.job.notes import note_of_tree
 from mpmd.observe import ledger, pace
 
 _DEFAULT_HANG_TIMEOUT_S = 300.0
+_JOINED = "MPMD_JOINED"  # in the environment of what a rank starts: where, as which rank and which process it joined
 # JAX's own heartbeat kills without a word, so it comes last.
 _HEARTBEAT_MARGIN_S = 120
 
@@ -64,6 +65,7 @@ def initialize(
     given = (coordinator_address, num_processes, process_id)
     if all(x is None for x in given) and "MPMD_COORDINATOR" in environment:
         given = _from_launcher(environment)
+        _check_is_no_child(given, environment)
     if "MPMD_HANG_TIMEOUT_S" in environment:
         hang_timeout_s = _seconds(environment["MPMD_HANG_TIMEOUT_S"])
     _check_timeout(hang_timeout_s)
@@ -252,6 +254,19 @@ def _keep_programs(environment: Mapping[str, str]) -> None:
     folder = environment.get("MPMD_KEEPER", "").split(":", 2)[2:]
     if folder and os.path.isdir(folder[0]) and compat.setting("jax_compilation_cache_dir") is None:
         jax.config.update("jax_compilation_cache_dir", folder[0])
+
+
+def _check_is_no_child(given: tuple[str, int, int], environment: Mapping[str, str]) -> None:
+    """Refuses a process that the process of a rank has started, with its environment: it would join in its place."""
+    place = f"{given[0]} {given[2]} "
+    joined = environment.get(_JOINED, "")
+    if joined.startswith(place) and joined != f"{place}{os.getpid()}":
+        raise RuntimeError(
+            f"mpmd.initialize: rank {given[2]} of this job is process {joined.removeprefix(place)} already, which has"
+            " started this one. Start it without MPMD_COORDINATOR in its environment (env -u MPMD_COORDINATOR …). Where"
+            " multiprocessing starts it, put the program itself under `if __name__ == '__main__':`."
+        )
+    os.environ[_JOINED] = f"{place}{os.getpid()}"
 
 
 def _from_launcher(environment: Mapping[str, str]) -> tuple[str, int, int]:

@@ -137,6 +137,8 @@ def test_a_stage_may_have_compiler_options_of_its_own():
         step.lower(*ARGUMENTS).compile()
     with pytest.raises(ValueError, match=r"mpmd\.jit: compiler_options has True: "):
         mpmd.jit(gpt, mpmd_mesh=_mesh(), compiler_options={True: last})
+    with pytest.raises(ValueError, match=r"mpmd\.jit: compiler_options is 'xla_a=1'; give a dict"):
+        mpmd.jit(gpt, mpmd_mesh=_mesh(), compiler_options="xla_a=1")
 
 
 def test_compiler_options_reach_xla():

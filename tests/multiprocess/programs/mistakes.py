@@ -5,6 +5,7 @@ mistakes.py WHAT
 
 import math
 import os
+import subprocess
 import sys
 
 import jax
@@ -41,6 +42,9 @@ def main(what: str) -> None:
     if what == "trees":
         ws, tied = step(ws, tied, xs)
         mpmd.device_get(ws[: 1 + rank])
+    if what == "child":
+        words = [sys.executable, "-c", "import mpmd; mpmd.initialize()"]
+        print(subprocess.run(words, stderr=subprocess.PIPE, text=True).stderr)
     for _ in range(3 if what == "extra" and rank == 0 else 2):
         ws, tied = step(ws, tied, xs)
 
