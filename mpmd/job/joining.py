@@ -20,6 +20,7 @@ from mpmd.job.notes import note_of_tree
 from mpmd.observe import ledger, pace
 
 _DEFAULT_HANG_TIMEOUT_S = 300.0
+_PLACE = "MPMD_COORDINATOR", "MPMD_NUM_PROCESSES", "MPMD_PROCESS_ID"
 _JOINED = "MPMD_JOINED"  # in the environment of what a rank starts: where, as which rank and which process it joined
 # JAX's own heartbeat kills without a word, so it comes last.
 _HEARTBEAT_MARGIN_S = 120
@@ -63,7 +64,7 @@ def initialize(
         return
     environment = dict(os.environ)
     given = (coordinator_address, num_processes, process_id)
-    if all(x is None for x in given) and "MPMD_COORDINATOR" in environment:
+    if all(x is None for x in given) and any(name in environment for name in _PLACE):
         given = _from_launcher(environment)
         _check_is_no_child(given, environment)
     if "MPMD_HANG_TIMEOUT_S" in environment:
@@ -263,22 +264,22 @@ def _check_is_no_child(given: tuple[str, int, int], environment: Mapping[str, st
     if joined.startswith(place) and joined != f"{place}{os.getpid()}":
         raise RuntimeError(
             f"mpmd.initialize: rank {given[2]} of this job is process {joined.removeprefix(place)} already, which has"
-            " started this one. Start it without MPMD_COORDINATOR in its environment (env -u MPMD_COORDINATOR …). Where"
-            " multiprocessing starts it, put the program itself under `if __name__ == '__main__':`."
+            f" started this one. Start it without {', '.join(_PLACE)} in its environment. Where multiprocessing starts"
+            " it, put the program itself under `if __name__ == '__main__':`."
         )
     os.environ[_JOINED] = f"{place}{os.getpid()}"
 
 
 def _from_launcher(environment: Mapping[str, str]) -> tuple[str, int, int]:
-    names = ("MPMD_COORDINATOR", "MPMD_NUM_PROCESSES", "MPMD_PROCESS_ID")
-    if missing := [n for n in names if n not in environment]:
-        raise ValueError(f"mpmd.initialize: {names[0]} is set, but {' and '.join(missing)} is not.")
-    address, count, rank = (environment[n] for n in names)
+    if missing := [n for n in _PLACE if n not in environment]:
+        known = next(n for n in _PLACE if n in environment)
+        raise ValueError(f"mpmd.initialize: {known} is set, but {' and '.join(missing)} is not.")
+    address, count, rank = (environment[n] for n in _PLACE)
     num_spares = environment.get(spares.NUM_SPARES, "0")
     if num_spares != "0" and environment.get("MPMD_SERVICE") != "external":
         raise ValueError("mpmd.initialize: --spares needs the launcher's coordination service: is mpmd not installed?")
     if not (count.isdigit() and rank.isdigit() and (int(rank) < int(count) or spares.NUM_SPARES in environment)):
-        raise ValueError(f"mpmd.initialize: {names[1]}={count!r}, {names[2]}={rank!r}: expected 0 <= id < number.")
+        raise ValueError(f"mpmd.initialize: {_PLACE[1]}={count!r}, {_PLACE[2]}={rank!r}: expected 0 <= id < number.")
     return address, int(count), int(rank)
 
 
