@@ -13,6 +13,7 @@ from mpmd.arrays import keys
 from mpmd.errors import ReshardError
 from reshard.checkpoint.reading import key_dtype
 from reshard.checkpoint.requests import Request, abstract
+from reshard.storage.paths import parts_of, show
 from reshard.storage.stored import Checkpoint, Leaf, value_types
 from reshard.trees import broadcast, fault_of_sharding
 from scheduler.base.texts import a, type_text
@@ -28,7 +29,7 @@ class Part:
     Layers that were saved as one stack are restored one by one, each process reading only its own.
 
     Args:
-        of: the name of the stored array: its keys with slashes between.
+        of: the name of the stored array: its keys with slashes between; a slash within a key is written %2F.
         index: an int or a slice, or a tuple of them for the leading axes.
         like: shape, dtype and perhaps sharding of the part.
 
@@ -79,7 +80,7 @@ def requests_of(like: Any, shardings: Any) -> tuple[list[Request], Any]:
         path = tree_path(where)
         leaf, source, index = given, path, ()
         if isinstance(given, Part):
-            leaf, source = given.like, tuple(given.of.split("/"))
+            leaf, source = given.like, tuple(parts_of(given.of))
             index = given.index if isinstance(given.index, tuple) else (given.index,)
         sharding = place if place is not None else getattr(abstract(leaf), "sharding", None)
         kind, shape, dtype = type(leaf), (), None
@@ -101,7 +102,7 @@ def check_fit(requests: Sequence[Request], folder: File, stored: Stored, partial
     hints = []
     if (renamed := _renamed(requests, stored, extra)) is not None:
         want, leaf = renamed
-        old, like = "/".join(leaf.names), f"jax.ShapeDtypeStruct({want.shape}, '{want.dtype}')"
+        old, like = show(leaf.path), f"jax.ShapeDtypeStruct({want.shape}, '{want.dtype}')"
         hints.append(f"If {old} was renamed, put Part('{old}', (), {like}) for {want.name} into `like`.")
     if extra:
         hints.append("To restore some of its leaves alone, give partial=True.")

@@ -239,6 +239,15 @@ def test_everything_in_a_tree_that_cannot_be_saved_is_named_at_once(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_hint_for_a_renamed_leaf_with_a_slash_in_its_name_can_be_followed(tmp_path):
+    save(tmp_path / "state", {"mlp/~/linear_0": {"w": np.arange(3, dtype=np.float32)}})
+    with pytest.raises(ReshardError) as caught:
+        restore(tmp_path / "state", {"first": {"w": np.zeros(3, np.float32)}})
+    assert "put Part('mlp%2F~%2Flinear_0/w', (), jax.ShapeDtypeStruct((3,), 'float32')) for first/w" in str(caught.value)
+    like = {"first": {"w": Part("mlp%2F~%2Flinear_0/w", (), jax.ShapeDtypeStruct((3,), "float32"))}}
+    np.testing.assert_array_equal(restore(tmp_path / "state", like)["first"]["w"], np.arange(3))
+
+
 def test_bytes_in_another_order_fit_and_what_is_no_sharding_is_named(tmp_path):
     save(tmp_path / "state", tree := {"x": np.arange(3, dtype=">f4")})
     np.testing.assert_array_equal(restore(tmp_path / "state", tree)["x"], tree["x"])
