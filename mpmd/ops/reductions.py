@@ -17,6 +17,7 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
 from mpmd.ops.lists import TreeDef
 from mpmd.users_frame import users_frame
+from scheduler.base.texts import counted
 
 
 class Operation:
@@ -310,11 +311,18 @@ def check_alike(first: Sequence[compat.Aval], others: Sequence[compat.Aval], ope
             )
 
 
+def _one_array(types: Sequence[compat.Aval], op: Operation, method: str, name: str) -> compat.Aval:
+    if len(types) != 1:
+        raise StageError(f"{name}: {op!r}.{method} returns {counted(len(types), 'array')}; it must return one.")
+    return types[0]
+
+
 def _check_accumulator(op: Operation, aval: compat.Aval, name: str) -> None:
     """An operation of one's own keeps the type of its accumulator."""
     if type(op).__module__ == __name__:
         return
-    acc, *_ = result_types(functools.partial(op.init, aval, 1))
+    acc = _one_array(result_types(functools.partial(op.init, aval, 1)), op, "init", name)
+    _one_array(result_types(lambda x: op.finish(x, 1), acc), op, "finish", name)
     new = result_types(op.update, acc, aval, jax.ShapeDtypeStruct((), np.int32))
     if [(x.shape, x.dtype) for x in new] != [(acc.shape, acc.dtype)]:
         got = ", ".join(x.str_short() for x in new)

@@ -146,6 +146,11 @@ def test_operations_are_values():
     assert str((mpmd.Add(), mpmd.Concat(1), Weighted(2.0))) == "(Add, Concat(axis=1), Weighted(factor=2.0))"
 
 
+class Unfinished(mpmd.Add):
+    def finish(self, acc, num_microbatches):
+        return None
+
+
 class Growing(mpmd.Operation):
     def update(self, acc, x, index):
         return jnp.stack([acc, x])
@@ -171,6 +176,7 @@ class Changing(mpmd.Operation):
             ),
         ),
         (mpmd.Concat(axis=3), "treduce: Concat(axis=3) stacks an output with 2 axes. Pass an int from -3 to 2."),
+        (Unfinished, "treduce: Unfinished.finish returns 0 arrays; it must return one."),
         (
             Growing,
             (
@@ -183,7 +189,7 @@ class Changing(mpmd.Operation):
             "treduce: operation holds 'sum'. Pass mpmd.Add, Mean, Max, Min or Concat, or a subclass of mpmd.Operation.",
         ),
     ],
-    ids=["no hash", "axis", "growing", "text"],
+    ids=["no hash", "axis", "nothing", "growing", "text"],
 )
 def test_what_is_no_reduction_is_refused(operation, message, schedule):
     with pytest.raises(mpmd.StageError) as error:
