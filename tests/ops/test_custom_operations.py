@@ -147,7 +147,7 @@ def test_operations_are_values():
 
 
 class Unfinished(mpmd.Add):
-    def finish(self, acc, num_microbatches):
+    def finish(self, acc, num_microbatches):  # pyright: ignore[reportIncompatibleMethodOverride]
         return None
 
 
