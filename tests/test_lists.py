@@ -295,14 +295,14 @@ def random_step(schedule="1f1b", num_stages=2):
 
 @pytest.mark.slow
 @given(LISTS, st.integers(0, 99))
-@settings(max_examples=40)
+@settings(max_examples=300)
 def test_random_lists(rows, seed):
     random_step().check(rows, seed)
 
 
 @pytest.mark.slow
 @given(st.lists(st.sampled_from(SHAPES), min_size=4, max_size=17), st.integers(0, 9))
-@settings(max_examples=20)
+@settings(max_examples=60)
 def test_random_lists_where_tasks_of_two_microbatches_are_one_program(rows, seed):
     xs, step = microbatches(rows, seed), random_step(scheduler.DualPipeV(2), 4)
     got, want = step._jitted(step.step.params(), xs), None
