@@ -4,12 +4,14 @@ A task that runs before its turn adds to an accumulator of its own, which begins
 task that runs then adds that to the sum, after its own part. So each sum is made of the same terms in the same order.
 """
 
+import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpmd.errors import StageError
@@ -63,10 +65,14 @@ class Turns:
         if not begun and not late and reads == list(b.reads):
             return b
         more = tuple(one.slot for one in late)
-        return BoundInstruction(
-            b.code, _summing(b.act, len(reads), begun, late), (*reads, *more), tuple(writes), b.group, b.text, b.tasks,
-            (*b.frees, *more), tuple(donates), b.loop, b.crossing, b.executable,
-        )  # fmt: skip
+        return dataclasses.replace(
+            b,
+            act=_summing(b.act, len(reads), begun, late),
+            reads=(*reads, *more),
+            writes=tuple(writes),
+            frees=(*b.frees, *more),
+            donates=tuple(donates),
+        )
 
     def _in_turn(self, slot: int) -> Iterator[int]:
         """A microbatch is summed in turn: where those are that come next and were summed before."""
@@ -108,5 +114,6 @@ def _begun(operation: Operation, sharding: Any) -> Callable[[jax.Array], jax.Arr
 @functools.lru_cache(maxsize=1024)
 def _added(operation: Operation, sharding: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """An accumulator, after what another one has summed."""
-    update = functools.partial(operation.update, index=np.int32(0))  # pyright: ignore[reportArgumentType]
-    return jax.jit(lambda acc, early: update(acc, early), out_shardings=sharding, donate_argnums=0)
+    return jax.jit(
+        lambda acc, early: operation.update(acc, early, jnp.int32(0)), out_shardings=sharding, donate_argnums=0
+    )
