@@ -42,7 +42,7 @@ CALLS = [
 
 @pytest.mark.parametrize(
     "schedule",
-    [scheduler.OneFOneB(2), scheduler.ZeroBubbleH1(2), scheduler.DualPipeV(2)],
+    [scheduler.OneFOneB(2), pytest.param(scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow), scheduler.DualPipeV(2)],
     ids=lambda s: type(s).__name__,
 )
 def test_another_order_of_the_tasks_gives_the_bits_of_the_list(schedule):
@@ -80,6 +80,7 @@ def _steps():
     return step, mpmd.jit(step, mpmd_mesh=groups(2)), jax.jit(step)
 
 
+@pytest.mark.slow
 def test_an_audited_step_leaves_out_what_has_accumulators_of_its_own():
     step, mesh = Step(2, "1f1b", rate=None), groups(2)
     jitted = mpmd.jit(step, mpmd_mesh=mesh, audit_every=1)
