@@ -28,28 +28,27 @@ class Means:
     def __init__(self, fun: Callable, operation: Any, weights: Callable | None, number: int | jax.Array):
         self._fun, self._operation, self._weights, self._number = fun, operation, weights, number
         self.operations: list[Operation] = []
-        self._is_mean: list[bool] = []
-        self._dtypes: list[Any] = []
+        self._dtypes: list[Any] = []  # of the outputs that are means, before they are weighed; None of the others
         self._tree: TreeDef = None
 
     def sums(self, x: Any) -> list:
         """The leaves of `fun(x)`; those of means as what is to be summed, and last the weight of the microbatch."""
         outs, self._tree = output_leaves(self._fun(x), "treduce")
         given = broadcast_operation(self._operation, self._tree, "treduce")
-        self._is_mean = [type(op) is Mean for op in given]
+        are_means = [type(op) is Mean for op in given]
         self.operations[:] = [Add(once=op.once) if type(op) is Mean else op for op in given]
+        outs = [self._to_sum(out) if mean else out for out, mean in zip(outs, are_means, strict=True)]
+        self._dtypes = [out.dtype if mean else None for out, mean in zip(outs, are_means, strict=True)]
         if self._weights is None:
-            return [self._to_sum(out) if mean else out for out, mean in zip(outs, self._is_mean, strict=True)]
-        if outs and not any(self._is_mean):
+            return outs
+        if outs and not any(are_means):
             raise StageError(
                 f"treduce: weights are for means, and operation is {self._operation!r}. Pass operation=mpmd.Mean, or"
                 " multiply by the weight inside of fun."
             )
         weight = self._weight_of(x)
         self.operations.append(Add())
-        outs = [self._to_sum(out) if mean else out for out, mean in zip(outs, self._is_mean, strict=True)]
-        self._dtypes = [out.dtype if mean else None for out, mean in zip(outs, self._is_mean, strict=True)]
-        return [*(_scaled(out, weight) if mean else out for out, mean in zip(outs, self._is_mean, strict=True)), weight]
+        return [*(_scaled(out, weight) if mean else out for out, mean in zip(outs, are_means, strict=True)), weight]
 
     def _to_sum(self, x: ArrayLike) -> jax.Array:
         x = jnp.asarray(x)
@@ -70,15 +69,9 @@ class Means:
     def of(self, reduced: list) -> Any:
         """The outputs of the loop, from what `sums` was reduced to."""
         reduced = list(reduced)
-        if self._weights is None:
-            pairs = zip(reduced, self._is_mean, strict=True)
-            outs = [Mean().finish(x, _like(x, self._number)) if mean else x for x, mean in pairs]
-        else:
-            number = reduced.pop()
-            outs = [
-                x if dtype is None else _divided(x, number, dtype)
-                for x, dtype in zip(reduced, self._dtypes, strict=True)
-            ]
+        number, widened = (self._number, False) if self._weights is None else (reduced.pop(), True)
+        pairs = zip(reduced, self._dtypes, strict=True)
+        outs = [x if dtype is None else _divided(_widened(x) if widened else x, number, dtype) for x, dtype in pairs]
         return jax.tree.unflatten(self._tree, outs)
 
 
@@ -88,8 +81,8 @@ def _scaled(x: jax.Array, weight: jax.Array) -> jax.Array:
     return scaled.astype(x.dtype) if x.dtype == jnp.bfloat16 else scaled
 
 
-def _divided(x: jax.Array, number: jax.Array, dtype: Any) -> jax.Array:
-    mean = Mean().finish(wide := _widened(x), _like(wide, number))
+def _divided(x: jax.Array, number: Any, dtype: Any) -> jax.Array:
+    mean = Mean().finish(x, _like(x, number))
     return mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
 
 

@@ -79,13 +79,17 @@ class Copies:
         self._thread = threading.Thread(target=self._run, name="mpmd-copies", daemon=True)
         self._thread.start()
 
-    def keep(self, step: int, state: Any) -> None:
-        """Keeps the state after a step; returns as soon as its copies have been started."""
+    def keep(self, step: int, state: Any, signature: tuple | None = None) -> None:
+        """Keeps the state after a step; returns as soon as its copies have been started.
+
+        Args:
+          signature: that of its leaves, if it is known.
+        """
         self._wait_until_idle()
         if self._has_ended:
             return
         leaves = jax.tree.leaves(state)
-        if (signature := layout.signature(leaves)) != self._signature:
+        if (signature := signature or layout.signature(leaves)) != self._signature:
             self._names = self._names or layout.names_of(state)
             self._layout, self._signature = layout.plan(self._names, leaves, self._ranks.rank), signature
         assert self._layout is not None

@@ -176,7 +176,7 @@ def _attempt(
             if keeping is None or ((i + 1) % every and i + 1 < num_steps):
                 continue
             with ledger.during(ledger.CHECKPOINT):
-                keeping.keep(i, state)
+                keeping.keep(i, state, given.signature)
             if notice.came:
                 keeping.finish()
                 say(f"rank {ranks.rank} was told to end (SIGTERM); the state after step {keeping.whole} is kept")
@@ -254,7 +254,7 @@ class _Given:
         self._names = names
         leaves, self._structure = jax.tree.flatten(state)
         self._leaves = [layout.describe(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
-        self._signature: Any = None
+        self.signature: tuple | None = None  # of the newest state
 
     def next(self, result: Any, step: int) -> Any:
         """The state that `body` returned.
@@ -271,7 +271,7 @@ class _Given:
                 f"mpmd.resilient: body({step}, state) returned another tree than it was given.\n"
                 f"  given:    {self._structure}\n  returned: {found}\n  Return the next state, or (state, metrics)."
             )
-        if (signature := layout.signature(leaves := jax.tree.leaves(state))) != self._signature:
+        if (signature := layout.signature(leaves := jax.tree.leaves(state))) != self.signature:
             returned = [layout.describe(name, leaf) for name, leaf in zip(self._names, leaves, strict=True)]
             for mine, theirs in zip(self._leaves, returned, strict=True):
                 if layout.misfit([theirs], [mine]):
@@ -280,7 +280,7 @@ class _Given:
                         f" {mine.text}: after a loss, the loop could not go on. Return each leaf in the shape and dtype"
                         " of the given one, or begin with a state as body returns it."
                     )
-            self._signature = signature
+            self.signature = signature
         return state
 
 

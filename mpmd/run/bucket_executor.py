@@ -11,7 +11,7 @@ import dataclasses
 import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.sharding import MpmdSharding
@@ -20,7 +20,7 @@ from mpmd.compile.step import StepPrograms
 from mpmd.job import wires
 from mpmd.job.notes import Note, Values
 from mpmd.run.agreement import Announcement
-from mpmd.run.bindings import Bindings, BoundBuckets, BoundInstruction, Slots
+from mpmd.run.bindings import Bindings, BoundBuckets, BoundInstruction
 from mpmd.run.executor import Executor, Instruction
 from mpmd.run.turns import Turns
 from mpmd.tracing.trace import Trace
@@ -154,10 +154,11 @@ class BucketExecutor(Executor):
 
     def _call_of(self, order: Order, permutations: Permutations, arrays: Sequence[MicrobatchArray]) -> _Prepared:
         later = {k for xs, own in self._own.items() for m in own if m >= len(order[xs]) for k in own[m]}
-        bound = self._picked(order, later)
-        if any(permutations):
-            bound = self._in_turn(bound, order, permutations)
         first, local, slots = self._bound_buckets.of[0], self._programs.mesh.local_groups, self._bound_buckets.slots
+        bound, template, key = self._picked(order, later), self._bound_buckets.template, repr(order)
+        if any(permutations):
+            bound, key = self._in_turn(bound, order, permutations), repr((order, permutations))
+            template = [*template, *[None] * (len(slots) - len(template))]  # such orders need more of them
         inputs = [[] if i in self._absent else where for i, where in enumerate(first.inputs)]
         for a in arrays:
             value = Value(a.argument, a.microbatch)
@@ -166,11 +167,11 @@ class BucketExecutor(Executor):
         names, avals = self._of_step
         return _Prepared(
             dataclasses.replace(
-                self.bindings, instructions=tuple([b for b, _ in bound]), inputs=inputs, template=self._template(slots)
+                self.bindings, instructions=tuple([b for b, _ in bound]), inputs=inputs, template=template
             ),
             [plan for _, plan in bound],
             ([*names, *(a.name for a in arrays)], [*avals, *(a.aval for a in arrays)]),
-            zlib.crc32(repr((order, permutations) if any(permutations) else order).encode()),
+            zlib.crc32(key.encode()),
             [k for k in range(len(first.instructions)) if k not in later],
         )
 
@@ -201,11 +202,6 @@ class BucketExecutor(Executor):
                 b = turns.bound(b, tasks, [permutation[m] for m in places])
             found.append(_walked(b, number))
         return found
-
-    def _template(self, slots: Slots) -> list[Any]:
-        """The slots before a step; some orders have more of them."""
-        template = self._bound_buckets.template
-        return [*template, *[None] * (len(slots) - len(template))]
 
     @property
     def _counts(self) -> dict[int, int]:

@@ -50,10 +50,7 @@ class ResultsAtRest:
                 self._arrays = []
             try:
                 now = self._digests(there)
-            except (
-                RuntimeError,
-                ValueError,
-            ):  # deleted, or what made it has failed: who needs it hears of that
+            except (RuntimeError, ValueError):  # deleted, or what made it has failed: who needs it hears of that
                 return None
         return audits.Look(self._what, functools.partial(self._changed, now), self._job) if now else None
 

@@ -52,7 +52,7 @@ class Turns:
             if task.number is not None:
                 reads[task.number] = self._slots.of_constant(b.group, np.int32(turn))
             for s in task.sums:
-                if isinstance(s.operation, Concat):  # rows have places of their own
+                if type(s.operation) is Concat:  # rows have places of their own
                     continue
                 if turn == self._next[slot := writes[s.write]]:
                     late += [_EarlySum(s.write, early, s.operation) for early in self._in_turn(slot)]
