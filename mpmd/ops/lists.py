@@ -43,13 +43,18 @@ class Reordered(list):
       Reordered(['a', 'b', 'c'], (2, 0, 1))
     """
 
+    order: tuple[int, ...]
+
     def __init__(self, xs: Iterable[Any], order: Iterable[int]):
         super().__init__(xs)
-        self.order = tuple(map(operator.index, order))
-        if sorted(self.order) != list(range(len(self))):
+        try:
+            self.order = tuple(map(operator.index, order))
+        except TypeError:
+            self.order = ()
+        if not self or sorted(self.order) != list(range(len(self))):
             raise ValueError(
-                f"Reordered: order is {self.order}; it must have each number from 0 to {len(self) - 1} once, of"
-                f" {counted(len(self), 'microbatch')}."
+                f"Reordered: order is {self.order or order!r}; it must have the number of each microbatch once, of"
+                f" {counted(len(self), 'microbatch')}, from 0 on."
             )
 
     def __repr__(self):

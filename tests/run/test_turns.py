@@ -93,8 +93,11 @@ def test_an_audited_step_leaves_out_what_has_accumulators_of_its_own():
 
 
 def test_an_order_that_is_none_and_an_operation_without_parts_are_refused():
-    with pytest.raises(ValueError, match=r"Reordered: order is \(0, 0\); it must have each number from 0 to 1 once"):
-        mpmd.Reordered([1, 2], [0, 0])
+    for order, told in (([0, 0], r"\(0, 0\)"), ([0, "a"], r"\[0, 'a'\]"), (3, "3")):
+        with pytest.raises(
+            ValueError, match=rf"Reordered: order is {told}; it must have the number of each microbatch"
+        ):
+            mpmd.Reordered([1, 2], order)  # pyright: ignore[reportArgumentType]
 
     class Last(mpmd.Operation):
         def update(self, acc, x, index):
