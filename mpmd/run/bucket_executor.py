@@ -10,8 +10,10 @@ shorter run the same plan without the later microbatches (`scheduler/programs/fe
 import dataclasses
 import zlib
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
+
+import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.sharding import MpmdSharding
@@ -52,8 +54,20 @@ class MicrobatchArray:
     sharding: MpmdSharding
 
 
-# An instruction, and as the executor walks it.
-_Bound = tuple[BoundInstruction, Instruction]
+class _Bound(NamedTuple):
+    """Instructions, and as the executor walks them."""
+
+    instructions: list[BoundInstruction]
+    walked: list[Instruction]
+
+    @classmethod
+    def of(cls, instructions: Iterable[BoundInstruction]) -> "_Bound":
+        kept = list(instructions)
+        return cls(kept, [_walked(b, k) for k, b in enumerate(kept)])
+
+    def put(self, k: int, b: BoundInstruction) -> None:
+        """Another instruction in the place of one."""
+        self.instructions[k], self.walked[k] = b, _walked(b, k)
 
 
 class _Prepared(NamedTuple):
@@ -110,13 +124,17 @@ class BucketExecutor(Executor):
                 assert list(map(_what, other.instructions)) == list(map(_what, first.instructions))
             assert len(other.instructions) == len(first.instructions) and other.num_pieces == first.num_pieces
         loops = {edge.name: n for n, p in enumerate(programs.loops) for edge in loop_graph(p.loop).edges}
+        self._number_of = np.zeros(len(first.instructions), np.intp)  # per instruction, that of its microbatch
         self._own, self._twofold = defaultdict(dict), {}
+        numbers: dict[tuple[int, int] | None, int] = {None: 0}
         for k, b in enumerate(first.instructions):
             places = self._microbatches(b, loops)
+            self._number_of[k] = numbers.setdefault(places[0] if places else None, len(numbers))
             for xs, microbatch in places[:1]:
                 self._own[xs].setdefault(microbatch, []).append(k)
             if len(places) == 2:
                 self._twofold[k] = places[0], places[1]
+        self._numbered = list(numbers)
         of_microbatches = self._bound_buckets.slots.of_microbatches
         frees = [tuple(slot for slot in b.frees if slot not in of_microbatches) for b in first.instructions]
         self._late = {k: slots for k, slots in enumerate(frees) if slots}
@@ -137,9 +155,8 @@ class BucketExecutor(Executor):
             for bindings, (programs, _) in zip(self._bound_buckets.of, self._buckets, strict=True):
                 bindings.finish()
                 programs.compiler.release()
-            self._walked = [
-                [_walked(b, k) for k, b in enumerate(bindings.instructions)] for bindings in self._bound_buckets.of
-            ]
+            all_bound = [_Bound.of(bindings.instructions) for bindings in self._bound_buckets.of]
+            self._tables = [np.stack([np.fromiter(own, object) for own in of]) for of in zip(*all_bound, strict=True)]
             self._is_finished = True
 
     def take(self, order: Order, permutations: Permutations, arrays: Sequence[MicrobatchArray]) -> None:
@@ -164,44 +181,42 @@ class BucketExecutor(Executor):
             value = Value(a.argument, a.microbatch)
             groups = [g for g in a.sharding.groups if g in local and slots.has(g, value)]
             inputs.append([(g, slots.of(g, value)) for g in groups])
-        names, avals = self._of_step
+        (names, avals), every = self._of_step, range(len(first.instructions))
         return _Prepared(
             dataclasses.replace(
-                self.bindings, instructions=tuple([b for b, _ in bound]), inputs=inputs, template=template
+                self.bindings, instructions=tuple(bound.instructions), inputs=inputs, template=template
             ),
-            [plan for _, plan in bound],
+            bound.walked,
             ([*names, *(a.name for a in arrays)], [*avals, *(a.aval for a in arrays)]),
             zlib.crc32(key.encode()),
-            [k for k in range(len(first.instructions)) if k not in later],
+            [k for k in every if k not in later] if later else every,
         )
 
-    def _picked(self, order: Order, later: Set[int]) -> list[_Bound]:
+    def _picked(self, order: Order, later: Set[int]) -> _Bound:
         """The instructions of a call in this order: those of the bucket of each microbatch, none of the later ones."""
-        found = list(self._walked[0])
-        for xs, own in self._own.items():
-            for microbatch, bucket in enumerate(order[xs]):
-                if bucket:
-                    of_bucket = self._walked[bucket]
-                    for k in own.get(microbatch, ()):
-                        found[k] = of_bucket[k]
+        bucket_of: dict[tuple[int, int] | None, int]
+        bucket_of = {(xs, m): bucket for xs, buckets in enumerate(order) for m, bucket in enumerate(buckets)}
+        buckets = np.array([bucket_of.get(of, 0) for of in self._numbered])
+        picks = buckets[self._number_of], np.arange(len(self._number_of))
+        found = _Bound(*(table[picks].tolist() for table in self._tables))
         for k, places in self._twofold.items():
             if k not in later:
                 one, other = (order[xs][microbatch] for xs, microbatch in places)
                 if one != other:
-                    found[k] = _walked(self._bound_buckets.pair(found[k][0], (one, other)), k)
+                    found.put(k, self._bound_buckets.pair(found.instructions[k], (one, other)))
         return _without(found, later, self._late) if later else found
 
-    def _in_turn(self, bound: Sequence[_Bound], order: Order, permutations: Permutations) -> list[_Bound]:
+    def _in_turn(self, bound: _Bound, order: Order, permutations: Permutations) -> _Bound:
         """The instructions as they sum in the order of the lists, whatever the order in which they run."""
-        turns, found = Turns(self._bound_buckets.slots), list[_Bound]()
-        for b, (*_, number) in bound:
+        turns, found = Turns(self._bound_buckets.slots), list[BoundInstruction]()
+        for b in bound.instructions:
             xs = self._list_of.get(b.loop) if b.tasks else None
             if xs is not None and (permutation := permutations[xs]) is not None:
                 places = [task.microbatch for task in b.tasks]
                 tasks = self._bound_buckets.tasks(b, [order[xs][m] for m in places])
                 b = turns.bound(b, tasks, [permutation[m] for m in places])
-            found.append(_walked(b, number))
-        return found
+            found.append(b)
+        return _Bound.of(found)
 
     @property
     def _counts(self) -> dict[int, int]:
@@ -237,11 +252,11 @@ def _what(b: BoundInstruction) -> Hashable:
     return b.group, b.code, b.tasks, crossing
 
 
-def _walked(b: BoundInstruction, number: int) -> _Bound:
-    return b, (b.code, b.act, b.reads, b.writes, b.frees, number)
+def _walked(b: BoundInstruction, number: int) -> Instruction:
+    return b.code, b.act, b.reads, b.writes, b.frees, number
 
 
-def _without(bound: Sequence[_Bound], later: Set[int], late: Mapping[int, tuple[int, ...]]) -> list[_Bound]:
+def _without(bound: _Bound, later: Set[int], late: Mapping[int, tuple[int, ...]]) -> _Bound:
     """Some instructions without others. What these would free goes after the one before them in their group.
 
     Args:
@@ -249,13 +264,15 @@ def _without(bound: Sequence[_Bound], later: Set[int], late: Mapping[int, tuple[
       late: by position, the slots to free there that belong to no microbatch.
     """
     first = min(later)
-    kept = list(bound[:first])
-    for k in range(first, len(bound)):
-        own = bound[k][0]
+    kept = _Bound(bound.instructions[:first], bound.walked[:first])
+    for k in range(first, len(bound.instructions)):
+        own = bound.instructions[k]
         if k not in later:
-            kept.append((own, (*bound[k][1][:5], len(kept))))
+            kept.walked.append((*bound.walked[k][:5], len(kept.walked)))
+            kept.instructions.append(own)
         elif k in late:
-            at = next((i for i in range(len(kept) - 1, -1, -1) if kept[i][0].group == own.group), None)
+            at = next((i for i in reversed(range(len(kept.walked))) if kept.instructions[i].group == own.group), None)
             if at is not None:
-                kept[at] = _walked(dataclasses.replace(kept[at][0], frees=kept[at][0].frees + late[k]), at)
+                before = kept.instructions[at]
+                kept.put(at, dataclasses.replace(before, frees=before.frees + late[k]))
     return kept
