@@ -185,12 +185,16 @@ def _replayed(folder: Path) -> int:
 def _goodput(options: argparse.Namespace) -> int:
     try:
         if options.simulate:
+            if options.folder is not None:
+                raise ValueError(f"--simulate reads no ledgers: leave {options.folder} or --simulate out.")
             inputs = _failure_inputs(options)
             found = {name: of._asdict() for name, of in simulated.predicted(inputs).items()}
             print(json.dumps(found, indent=2) if options.json else simulated.text_of(inputs))
             return FITS
         if options.folder is None:
             raise ValueError("name the folder of a job's ledgers, or --simulate.")
+        if given := [name for name in ("gpus", "mtbf", "failures_per_day") if getattr(options, name) is not None]:
+            raise ValueError(f"--{given[0].replace('_', '-')} is an option of --simulate, which reads no ledgers.")
         found = ledgers.put_together(ledgers.read(options.folder))
         print(found.as_json() if options.json else found)
     except (OSError, ValueError) as e:

@@ -64,11 +64,16 @@ def describe_mesh(
         first_device: the number of the first device, so that two meshes may have different devices.
         axis_types: as in `jax.make_mesh`.
 
+    Raises:
+        ValueError: the size of an axis is no positive integer.
+
     Examples:
         >>> mesh = describe_mesh({"stage": 8, "data": 128})
         >>> mesh.size, mesh.devices[7, 127].host
         (1024, 127)
     """
+    if wrong := {name: size for name, size in axes.items() if not isinstance(size, int | np.integer) or size < 1}:
+        raise ValueError(f"describe_mesh: the sizes of axes are positive integers; got {wrong}.")
     ids = range(first_device, first_device + math.prod(axes.values()))
     devices = [DescribedDevice(i, i // (devices_per_process or devices_per_host), i // devices_per_host) for i in ids]
     return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes), axis_types=axis_types)

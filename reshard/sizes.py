@@ -2,6 +2,7 @@
 
 import operator
 import re
+from typing import overload
 
 from mpmd.errors import ReshardError
 
@@ -32,6 +33,10 @@ def nbytes_of(text: str | int) -> int:
     return int(nbytes)
 
 
+@overload
+def threshold_nbytes(threshold: int | str) -> int: ...
+@overload
+def threshold_nbytes(threshold: int | str | None) -> int | None: ...
 def threshold_nbytes(threshold: int | str | None) -> int | None:
     """A `threshold` argument in bytes: a number, or text such as `"64MiB"`; None and 0 stay what they are.
 

@@ -113,10 +113,20 @@ def _mark(x: PyTree, name: str | None, function: str, role: RoleEnd | None = Non
             f"{function}: the string {texts[0]!r:.40} is among the values that cross the boundary.\n"
             f"  If it is meant as the stage's name, it is an argument of its own: {function}(x, {texts[0]!r:.40})."
         )
-    leaves = [leaf if is_plain(leaf) else jnp.asarray(leaf) for leaf in leaves]
+    leaves = [leaf if is_plain(leaf) else _as_array(leaf, function) for leaf in leaves]
     outs = mark_p.bind(*leaves, id=MarkId(), kind="forward", label=name, function=function, optional=optional,
                        role=role)  # fmt: skip
     return jax.tree.unflatten(treedef, outs)
+
+
+def _as_array(leaf: object, function: str) -> jax.Array:
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        raise TypeError(
+            f"{function}: something of type {type(leaf).__name__} is among the values that cross the boundary."
+            f" Pass arrays and numbers alone. ({error})"
+        ) from None
 
 
 def mark_at(mark: compat.JaxprEqn) -> str:

@@ -292,7 +292,7 @@ def named_positions(
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     positions = {i + len(plain) if i < 0 else i for i in numbers}
     many = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if wrong := [i for i in positions if i < 0 or (i >= len(plain) and not many)]:
+    if wrong := [i for i in numbers if i < -len(plain) or (i >= len(plain) and not many)]:
         raise ValueError(
             f"mpmd.jit: {what}_argnums has {wrong[0]}, but the step takes {counted(len(plain), 'positional argument')}."
         )

@@ -28,7 +28,7 @@ from reshard.checkpoint.reading import IN_FLIGHT_NBYTES, read_parts
 from reshard.checkpoint.requests import abstract
 from reshard.checkpoint.tensors import TensorFormat, as_wanted, save_tensors
 from reshard.edits.mapping import Mapping
-from reshard.sizes import nbytes_of
+from reshard.sizes import threshold_nbytes
 from reshard.storage.arrays import Reads
 from reshard.storage.finder import find_by_path
 from reshard.storage.stored import absolute
@@ -149,6 +149,9 @@ def restore(
             trees. (One checkpoint may have another path in each process.)
     """
     counted = Reads() if reads is None else reads
+    if not isinstance(partial, bool):
+        raise TypeError(f"restore: partial is {partial!r}. Pass True or False.")
+    limit = threshold_nbytes(IN_FLIGHT_NBYTES if threshold is None else threshold)
     with ledger.during(ledger.CHECKPOINT):
         requests, treedef = requests_of(like, shardings)
         with compared_restore(path, requests) as found:
@@ -156,7 +159,6 @@ def restore(
             checkpoint = as_wanted(found[0], mapping, requests)
             stored = leaves_by_name(checkpoint)
             check_fit(requests, checkpoint.folder, stored, partial)
-        limit = IN_FLIGHT_NBYTES if threshold is None else nbytes_of(threshold)
         wanted = [(stored[request.source], request) for request in requests]
         with waiting(lambda: _how_much_is_read(checkpoint.folder, counted)):
             values = read_parts(checkpoint, wanted, counted, limit)

@@ -55,8 +55,14 @@ class GraphSchedule(Schedule):
     num_stages: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        reads = tuple(tuple(sorted(set(one))) for one in self.reads)
-        placement = tuple(self.placement)
+        try:
+            reads = tuple(tuple(sorted(set(one))) for one in self.reads)
+            placement = tuple(self.placement)
+        except TypeError:
+            raise TypeError(
+                f"GraphSchedule: reads is {self.reads!r} and placement {self.placement!r}; expected, for each stage,"
+                " the stages that it reads and its group, as in GraphSchedule(((), (0,)), (0, 1))."
+            ) from None
         groups = max(placement, default=-1) + 1
         values = {"reads": reads, "placement": placement, "num_stages": len(placement)}
         for name, value in (*values.items(), ("num_groups", self.num_groups or groups)):

@@ -236,6 +236,7 @@ def test_a_threshold_that_is_no_memory_is_refused(mesh, threshold, fault):
     for call in (
         lambda: reshard.spmd_to_mpmd_reshard(mesh, VALUE, target, threshold=threshold),
         lambda: reshard.plan(VALUE, None, target, threshold=threshold),
+        lambda: reshard.restore("/nowhere", {"x": VALUE}, threshold=threshold),
     ):
         with pytest.raises(mpmd.ReshardError) as error:
             call()

@@ -510,6 +510,8 @@ def test_a_schedule_class_is_refused_with_how_to_make_one():
 
 
 def test_a_mark_of_nothing_is_refused():
+    with pytest.raises(TypeError, match=r"mark_stage_end: something of type object is among .* Pass arrays"):
+        mpmd.mark_stage_end((jnp.zeros(2), object()))
     with pytest.raises(TypeError, match="holds no array"):
         mpmd.mark_stage_end(None)
 
@@ -601,6 +603,8 @@ def test_what_cannot_be_donated_or_static_is_refused():
         jit(static_argnums=(1, False))
     with pytest.raises(ValueError, match=r"argument 'n' is static and donated\. A static argument is part of"):
         jit(static_argnames="n", donate_argnums=1)
+    with pytest.raises(ValueError, match=r"donate_argnums has -3, but the step takes 2 positional arguments"):
+        jit(donate_argnums=-3)
 
 
 def test_a_loop_whose_function_returns_a_string_is_refused():

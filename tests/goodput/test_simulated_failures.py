@@ -107,6 +107,7 @@ def test_the_command_gives_all_figures_as_json(capsys):
         ("--gpus 8 --mtbf 0", "--mtbf 0: expected hours above 0."),
         ("--gpus 8 --mtbf 9 --spares few", "--spares few: expected a number of GPUs, or a share as in 1%."),
         ("--gpus 8 --mtbf 9 --step-s 0", "step_s is 0; it must be above 0."),
+        ("logs --gpus 8 --mtbf 9", "--simulate reads no ledgers: leave logs or --simulate out."),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(options, why, capsys):

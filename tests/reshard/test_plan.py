@@ -50,6 +50,8 @@ def test_a_described_mesh_has_hosts_and_processes_and_no_local_devices():
     assert groups.processes[1] == (2, 3)
     other = reshard.describe_mesh({"x": 2}, first_device=16)
     assert not set(other.devices.flat) & set(mesh.devices.flat)
+    with pytest.raises(ValueError, match=r"the sizes of axes are positive integers; got \{'x': 0\}"):
+        reshard.describe_mesh({"x": 0, "y": 2})
 
 
 SPECS = [P(), P("data"), P("stage"), P(("stage", "data")), P("data", "stage"), P(None, "data")]

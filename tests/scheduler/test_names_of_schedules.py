@@ -13,6 +13,8 @@ def test_a_schedule_is_lowered_by_its_name():
     with pytest.raises(ValueError) as error:
         scheduler.lower(TaskGraph.chain(4), "2f2b", 8)
     assert str(error.value).startswith("unknown schedule '2f2b'; expected one of gpipe, 1f1b,")
+    with pytest.raises(TypeError, match=r"GraphSchedule: reads is 3 and placement 4; expected, for each stage, the st"):
+        scheduler.GraphSchedule(3, 4)
 
 
 @pytest.mark.parametrize("name", catalogue.SCHEDULES)
