@@ -126,6 +126,15 @@ class StepCosts:
                     found[str(place)] = cost
         return found
 
+    def pairs(self, group: int) -> dict[str, TaskCost]:
+        """What two tasks of a group cost that run as one."""
+        return {
+            f"{first}+{second}": self.cost(executable)
+            for loop in self.programs.loops
+            for (first, second), executable in loop.fused.items()
+            if loop.loop.group(first) == group
+        }
+
     def once(self, program: Program, group: int) -> tuple[Collective, ...]:
         """The collectives of a group that a step has once, beside those of its tasks."""
         calls = [i for i in program.groups[group] if isinstance(i, Call)]

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -37,7 +38,7 @@ class GroupPlan:
       memory: bytes on each device, by kind, and the `peak` of all.
       largest: the arguments that take most, with their bytes on each device.
       sent: by group, how many values and bytes go there in a step, from all devices.
-      tasks: seconds of one task of each kind and stage.
+      tasks, pairs: what one task of each kind and stage costs, and two that run as one (`"F3+B4"`).
       once: the collectives that a step has once, beside those of tasks.
       busy_s, exposed_s: seconds of a step in which it computes, and in which it waits for a transfer.
       savings: what would make it need less memory, estimated.
@@ -50,6 +51,7 @@ class GroupPlan:
     largest: tuple[tuple[str, int], ...]
     sent: dict[int, tuple[int, int]]
     tasks: dict[str, TaskCost]
+    pairs: dict[str, TaskCost]
     once: tuple[Collective, ...]
     busy_s: float
     exposed_s: float
@@ -226,6 +228,7 @@ def plan_step(
                 found.largest_arguments(group, roles),
                 {target: (len(sizes), sum(sizes)) for target, sizes in sent_by(program, group, shares).items()},
                 found.tasks(group),
+                found.pairs(group),
                 found.once(program, group),
                 step.busy[group],
                 step.exposed[group],
@@ -372,18 +375,19 @@ def _large(g: GroupPlan) -> list[tuple[int, int]]:
 
 
 def _collective_lines(plan: Plan) -> list[str]:
-    """Each kind of task once, with the stages that have the same collectives; then what a step does once."""
+    """Each kind of task, or of pair, with the stages that have the same collectives; then what a step does once."""
     stages: dict[tuple[str, str], list[str]] = defaultdict(list)
     groups: dict[str, list[str]] = defaultdict(list)
     for g in plan.groups:
-        for name, cost in sorted(g.tasks.items()):
+        for name, cost in sorted(g.tasks.items()) + sorted(g.pairs.items()):
             if cost.collectives:
                 text = f"{_counted(cost.collectives)}, which add {in_seconds(cost.collective_s)}"
-                stages[name[0], text].append(name[1:])
+                kinds, numbers = ("+".join(re.findall(pattern, name)) for pattern in ("[A-Z]", r"\d+"))
+                stages[kinds, text].append(numbers)
         if g.once:
             seconds = sum(map(plan.machine.collective_s, g.once))
             groups[f"{_counted(g.once)}, {in_seconds(seconds)}"].append(str(g.group))
-    tasks = [f"  {kind} of stage {', '.join(where)}: {text}" for (kind, text), where in sorted(stages.items())]
+    tasks = [f"  {kinds} of stage {', '.join(where)}: {text}" for (kinds, text), where in sorted(stages.items())]
     steps = [f"  group {', '.join(where)}: {text}" for text, where in groups.items()]
     lines = ["collectives of each task:", *tasks, ""] if tasks else []
     return [*lines, "collectives once a step:", *steps, ""] if steps else lines

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -108,9 +109,12 @@ def test_gathers_of_one_task_go_on_beside_the_products_of_the_other_in_a_fused_p
     xs = jax.ShapeDtypeStruct((8, 8192, 4096), jnp.bfloat16)
     shardings = P("data"), P(None, "data")
     jitted = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=shardings, out_shardings=P("data"))
-    lines = jitted.lower(weights, xs).compile().explain().splitlines()
-    (line,) = [line for line in lines if line.startswith("collectives of two tasks that run as one")]
+    compiled = jitted.lower(weights, xs).compile()
+    (line,) = [t for t in compiled.explain().splitlines() if t.startswith("collectives of two tasks that run as one")]
     assert "(F0+B3 1 all-gather, 3 all-gather beside products, " in line, line
+    lines = str(plan_step(compiled._programs, compiled.program, Machine(mpmd.Target.named("h100")))).splitlines()
+    (line,) = [line for line in lines if line.startswith("  F+B of stage 0+3")]
+    assert re.search(r": 4 all-gather \((.*) MB, (.*) MB beside products\), ", line), line
 
 
 @needs_plugin
