@@ -104,6 +104,7 @@ class Traced:
     _shapes: "Shapes | None" = None
     _audit_every: int = 0
     _for_call: "ForCall | None" = None
+    _moves: bool = False  # its results are its arguments, each of which is whole where its hint says
 
     @property
     def jaxpr(self) -> compat.ClosedJaxpr:
@@ -180,6 +181,7 @@ class Traced:
             [rows_of(h) for h in self._hints],
             [rows_of(h) for h in outs],
             [h.groups is not None and not h.ranges for h in outs],
+            has_whole_arguments=self._moves,
         )
         ins, outs = hints_of_pieces(self._hints, split.ins), hints_of_pieces(outs, split.outs)
         donated, forwarded = split.pieces_of(self._donated), split.pieces_of(forwarded)
@@ -720,7 +722,8 @@ class Compiled:
             tree = jax.tree.structure((tuple(apart), {}))
             trace = trace_step(lambda *arrays: list(arrays), avals, tree, [names[i] for i in apart], mesh)
             targets = [self._inputs.shardings[i] for i in apart]
-            self._movers[key] = Traced(trace, "move", mesh, hints, targets, frozenset(), {}).lower().compile()
+            traced = Traced(trace, "move", mesh, hints, targets, frozenset(), {}, _moves=True)
+            self._movers[key] = traced.lower().compile()
         leaves = list(leaves)
         for i, x in zip(apart, self._movers[key](*xs), strict=True):
             leaves[i] = x

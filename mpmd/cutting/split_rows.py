@@ -66,13 +66,16 @@ class SplitStep:
         return [pieces for pieces in found if len(pieces) > 1]
 
 
-def split_rows(trace: Trace, in_rows: Cut, out_rows: Cut, whole_results: Sequence[bool]) -> SplitStep:
+def split_rows(
+    trace: Trace, in_rows: Cut, out_rows: Cut, whole_results: Sequence[bool], *, has_whole_arguments: bool = False
+) -> SplitStep:
     """Cuts the stacked arrays of a step.
 
     Args:
       trace: the step, with scans that are cut (`split_scans`).
       in_rows, out_rows: per argument and result, how it shall be cut, where the user says it.
       whole_results: per result, whether the user wants it whole.
+      has_whole_arguments: no argument is cut, though it is a result that is.
     """
     jaxpr, arguments = trace.jaxpr, trace.arguments
     ins, outs = (None,) * len(in_rows), (None,) * len(out_rows)
@@ -82,7 +85,8 @@ def split_rows(trace: Trace, in_rows: Cut, out_rows: Cut, whole_results: Sequenc
     state = [(arguments[i], jaxpr.outvars[j]) for j, i in enumerate(match_state(trace)) if i is not None]
     spread.run(jaxpr.eqns, state)  # the scans first: what the user says of other arrays must not change their layers
     for v, rows in [*zip(arguments, in_rows, strict=True), *zip(jaxpr.outvars, out_rows, strict=True)]:
-        spread.add(v, rows)
+        if not (has_whole_arguments and v in arguments):
+            spread.add(v, rows)
     spread.run(jaxpr.eqns, state)
     rewriter = Rewriter(spread)
     cut_ins = [spread.of(v) for v in jaxpr.invars]
