@@ -169,6 +169,11 @@ agent() {
   trap 'event signal INT' INT
   exec {commands}<&0 </dev/null
   work=$(mktemp -d "${TMPDIR:-/tmp}/jax-mpmd.XXXXXX") || fail 69 "no temporary folder in ${TMPDIR:-/tmp}"
+  head -c 100000 /dev/zero 2>/dev/null >"$work/space" || {
+    rm -r "$work"
+    fail 69 "no space in ${TMPDIR:-/tmp}"
+  }
+  rm "$work/space"
   trap 'rm -rf "$work"' EXIT
   mkdir "$work/status"
   mkfifo "$work/events" "$work/life" && exec {events}<>"$work/events" {life}<>"$work/life"
@@ -496,15 +501,19 @@ listens() { # state 0A is LISTEN; columns: number, local address:port, remote, s
   grep -qiE "^ *[0-9]+: [0-9A-F]+:$(printf '%04X' "$1") [0-9A-F:]+ 0A " /proc/net/tcp /proc/net/tcp6 2>/dev/null
 }
 
-# Finds the Python that the command would take, and the folder of its mpmd.
+# Finds the Python that the command names, also behind `env` or in what `bash -c` runs, and the folder of its mpmd.
 find_mpmd() {
-  service_python=python3
-  [[ ! ${command[0]##*/} =~ ^python[0-9.]*$ ]] || service_python=${command[0]}
-  mpmd_folder=$(env "${added[@]}" "$service_python" -c '
+  local word words pythons=()
+  read -rd '' -a words <<<"${command[*]}"
+  for word in "${command[@]}" "${words[@]}"; do [[ ! ${word##*/} =~ ^python[0-9.]*$ ]] || pythons+=("$word"); done
+  for service_python in "${pythons[@]:-python3}"; do
+    mpmd_folder=$(env "${added[@]}" "$service_python" -c '
 import importlib.util, os, sys
 specs = [importlib.util.find_spec(name) for name in ("mpmd", "jax")]
 places = list(specs[0].submodule_search_locations or []) if all(specs) else []
-print(next(p for p in places if os.path.exists(os.path.join(p, "coordinator.py"))))' 2>/dev/null)
+print(next(p for p in places if os.path.exists(os.path.join(p, "coordinator.py"))))' 2>/dev/null) && return
+  done
+  return 1
 }
 
 start_service() { # port

@@ -107,6 +107,7 @@ from mpmd._jax_compat.tracing_hooks import (
     setting,
     sharding_here,
     trace_context,
+    trace_settings,
     tracing,
     use_abstract_mesh,
 )

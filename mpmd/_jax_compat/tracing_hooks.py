@@ -21,6 +21,16 @@ def trace_context() -> Hashable:
     return config.trace_context()
 
 
+def trace_settings() -> str:
+    """The same in words, a line for each; without names in a JAX that does not say them."""
+    values = config.trace_context()
+    try:
+        names = config.trace_context_names()
+    except (AttributeError, NotImplementedError):
+        names = ("a setting",) * len(values)
+    return "\n".join(f"{name} = {value}" for name, value in zip(names, values, strict=True))
+
+
 def setting(name: str) -> Any:
     """The value of one of JAX's settings. `jax.config.values`, which says it too, asks for all of them."""
     return getattr(jax.config, name)

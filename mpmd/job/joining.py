@@ -76,7 +76,11 @@ def initialize(
     with _threads_beside_collectives():
         if compat.distributed_client() is None and not _join(given, hang_timeout_s, environment):
             return
-        num_processes = jax.process_count()  # makes the devices
+        try:
+            num_processes = jax.process_count()  # makes the devices
+        except Exception:  # nobody watches yet, and at JAX's last barrier the others would not come
+            compat.abandon_distributed()
+            raise
     if num_processes > 1:
         store = compat.distributed_client()
         assert store is not None

@@ -382,7 +382,10 @@ class _Meeting:
         """What keeps the states of this process from here on; None where there is no keeper."""
         if self._without or not self._keeper_of:
             where = "" if not self._keeper_of else f" on the host of rank {self._without[0]}"
-            self._say(f"keeps no copies: no keeper runs{where} (launch_multihost.sh --restarts R starts them)")
+            self._say(
+                f"keeps no copies: no keeper runs{where} (launch_multihost.sh --restarts R starts them, with the Python"
+                " that its command names, or python3, if that has mpmd)"
+            )
             return None
         on_gpus = jax.local_devices()[0].platform == "gpu"
         if on_gpus and not self._attempt and audits.SAME_BITS not in os.environ.get("XLA_FLAGS", ""):

@@ -69,6 +69,7 @@ def plan_of(programs: StepPrograms, program: Program) -> Announcement:
     layouts = [f"{names[v]}: {programs.layouts[v]}" for v in trace.jaxpr.invars]
     return Announcement(
         {
+            "JAX's settings": _ADDRESS.sub("0x", compat.trace_settings()),
             "devices": "\n".join(devices),
             "arguments": "\n".join(lines),
             "loops": "\n".join(f"{i.schedule}, {i.num_microbatches} microbatches" for i in loops),
@@ -76,7 +77,6 @@ def plan_of(programs: StepPrograms, program: Program) -> Announcement:
             "the step's equations": _ADDRESS.sub("0x", str(trace.jaxpr)),
             "layouts": "\n".join(layouts),
             "instructions": f"{program}\n{sorted(program.nbytes.items())}",
-            "JAX's configuration": _ADDRESS.sub("0x", str(compat.trace_context())),
         }
     )
 

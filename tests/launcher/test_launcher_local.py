@@ -4,6 +4,7 @@ import collections
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -469,6 +470,22 @@ def test_a_keeper_that_was_killed_leaves_no_folder():
     assert status == 0 and job.out == "[0] killed True\n" and "Killed" not in job.err
 
 
+@pytest.mark.parametrize("command", [("nice", PYTHON, "-c", "{}"), ("bash", "-c", f"exec {PYTHON} -c '{{}}'")])
+def test_keepers_have_the_python_that_the_command_names_behind_other_words(command):
+    program = 'import os; print("MPMD_KEEPER" in os.environ)'
+    status, job = run("--restarts", 1, "--", *(word.format(program) for word in command), PATH="/usr/bin:/bin")
+    assert status == 0 and job.out == "[0] True\n", job.err
+
+
+def test_a_full_temporary_folder_is_one_clear_line():
+    full = 'mount -t tmpfs -o size=64k tmpfs /mnt && exec env TMPDIR=/mnt "$@"'
+    inside = ("unshare", "--user", "--map-root-user", "--mount", "bash", "-c", full, "-")
+    if not shutil.which("unshare") or subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a file system of their own")
+    status, job = run("-n", 2, *shell("true"), prefix=inside)
+    assert (status, job.err) == (69, "jax-mpmd: no space in /mnt\n")
+
+
 def test_restarts_end_when_the_job_fails_in_the_same_way_again_and_again():
     status, job = run("-n", 2, "--restarts", 9999, *shell("exit 6"))
     assert status == 6
@@ -675,6 +692,15 @@ def test_the_death_of_the_coordination_service_is_said():
         os.kill(service_of(job)[0], signal.SIGKILL)
         assert job.finish() == 137
         assert job.summary() == ["jax-mpmd: coordination service: killed by SIGKILL"]
+
+
+def test_a_rank_whose_devices_cannot_be_had_ends_the_job_at_once():
+    wrong = "import os\nif os.environ['MPMD_PROCESS_ID'] == '1': os.environ['JAX_PLATFORMS'] = 'cpuu'\n"
+    start = time.monotonic()
+    status, job = run("-n", 2, *python(f"{wrong}import mpmd\nmpmd.initialize()"))
+    assert status == 1 and time.monotonic() - start < 60  # JAX's own barrier is 120 s
+    assert job.summary()[0] == "jax-mpmd: rank 1: exit status 1"
+    assert "Backend 'cpuu' is not in the list of known backends" in job.err
 
 
 def service_of(job) -> list[int]:
