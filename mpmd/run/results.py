@@ -41,15 +41,18 @@ class Results:
             self._about.append((sharding, v.aval.shape, v.aval.dtype, weak, committed))
         self._first = [ks[0] for ks in split.out_positions]
 
-    def arrays(self, results: Sequence[Mapping[int, jax.Array]], made_by: int) -> list[MpmdArray]:
-        """The results of one call.
+    def arrays(self, results: Sequence[Mapping[int, jax.Array]], made_by: int) -> list[MpmdArray | np.ndarray]:
+        """The results of one call. Gradients of integers (float0) are on no device, as under `jax.jit`.
 
         Args:
           results: per result of the programs, its array in each group of this process.
           made_by: the number of the call, from which those of its results count on; 0 if it has none.
         """
-        found = []
+        found: list[MpmdArray | np.ndarray] = []
         for n, (k, pieces, about) in enumerate(zip(self._first, self._pieces, self._about, strict=True)):
+            if about[2] == jax.dtypes.float0:
+                found.append(np.zeros(about[1], about[2]))
+                continue
             arrays: Any = results[k]
             if pieces is not None:
                 arrays = {ends: results[i][group] for i, group, ends in pieces if group in results[i]}

@@ -478,3 +478,21 @@ def test_arguments_of_4_bits_are_taken_as_by_jit(dtype):
     pipelined_step = mpmd.jit(lambda ws, xs: step(ws, xs, "1f1b"), mpmd_mesh=mesh)
     plain = jax.jit(lambda ws, xs: step(ws, xs, None))(ws, xs)
     assert float(pipelined_step(ws, xs)) == float(pipelined_step(list(map(jnp.asarray, ws)), xs)) == float(plain)
+
+
+def test_gradients_of_integers_go_out_of_a_step_and_into_the_next():
+    def gradients(params):
+        return jax.grad(lambda p: jnp.sum(mpmd.mark_stage_end(p["w"] ** 2)) * p["n"], allow_int=True)(params)
+
+    def updated(params, grads):
+        found = jax.tree.map(lambda p, g: p if g.dtype == jax.dtypes.float0 else p - g, params, grads)
+        return found, grads
+
+    mesh = shared_device(2)
+    params = {"w": np.arange(3, dtype=np.float32), "n": np.arange(2)[1]}
+    grads = mpmd.jit(gradients, mpmd_mesh=mesh)(params)
+    step, plain = mpmd.jit(updated, mpmd_mesh=mesh), jax.jit(updated)
+    for given in (grads, step(params, grads)[1], jax.jit(gradients)(params)):
+        found, found_grads = step(params, given)
+        assert found_grads["n"].dtype == jax.dtypes.float0 and found_grads["n"].shape == ()
+        jax.tree.map(np.testing.assert_array_equal, host(found), plain(params, jax.jit(gradients)(params))[0])
