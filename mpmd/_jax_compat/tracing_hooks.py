@@ -15,6 +15,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from mpmd._jax_compat.jaxprs import ClosedJaxpr, Jaxpr
 from mpmd._jax_compat.rebasing import rebase
 
+# Of the settings that a trace depends on, those that people change.
+_CHANGED = (
+    "jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable", "jax_use_shardy_partitioner",
+    "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_disable_jit", "jax_softmax_custom_jvp",
+)  # fmt: skip
+
 
 def trace_context() -> Hashable:
     """The settings that a trace depends on beside its arguments: x64 mode, matmul precision and the like."""
@@ -22,13 +28,9 @@ def trace_context() -> Hashable:
 
 
 def trace_settings() -> str:
-    """The same in words, a line for each; without names in a JAX that does not say them."""
-    values = config.trace_context()
-    try:
-        names = config.trace_context_names()
-    except (AttributeError, NotImplementedError):
-        names = ("a setting",) * len(values)
-    return "\n".join(f"{name} = {value}" for name, value in zip(names, values, strict=True))
+    """The same in lines: those by name that people change, then all."""
+    named = [f"{name} = {getattr(jax.config, name, None)}" for name in _CHANGED]
+    return "\n".join([*named, f"all settings = {trace_context()}"])
 
 
 def setting(name: str) -> Any:

@@ -265,8 +265,9 @@ def _check_is_array(name: str, x: object) -> None:
             "  Leave it out, or make it an argument of its own and name that in static_argnames if it is part of the"
             " program."
         )
-    is_numpy = isinstance(x, (np.ndarray, np.generic)) and x.dtype != jax.dtypes.float0
-    if is_numpy and (x.dtype.kind in "OSUMm" or x.dtype.fields is not None):
+    if not isinstance(x, (np.ndarray, np.generic)) or x.dtype == jax.dtypes.float0:
+        return
+    if x.dtype.kind in "OSUMm" or x.dtype.fields is not None:
         raise TypeError(
             f"mpmd.jit: {name} is a numpy array of dtype {x.dtype}, which JAX has no arrays of.\n"
             "  Make it an array of numbers or booleans, or leave it out."
