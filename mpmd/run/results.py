@@ -40,6 +40,7 @@ class Results:
             weak = getattr(v.aval, "weak_type", False)
             self._about.append((sharding, v.aval.shape, v.aval.dtype, weak, committed))
         self._first = [ks[0] for ks in split.out_positions]
+        self._on_no_device = [(n, about) for n, about in enumerate(self._about) if about[2] == jax.dtypes.float0]
 
     def arrays(self, results: Sequence[Mapping[int, jax.Array]], made_by: int) -> list[MpmdArray | np.ndarray]:
         """The results of one call. Gradients of integers (float0) are on no device, as under `jax.jit`.
@@ -50,11 +51,10 @@ class Results:
         """
         found: list[MpmdArray | np.ndarray] = []
         for n, (k, pieces, about) in enumerate(zip(self._first, self._pieces, self._about, strict=True)):
-            if about[2] == jax.dtypes.float0:
-                found.append(np.zeros(about[1], about[2]))
-                continue
             arrays: Any = results[k]
             if pieces is not None:
                 arrays = {ends: results[i][group] for i, group, ends in pieces if group in results[i]}
             found.append(MpmdArray._unchecked(arrays, *about, made_by=made_by and made_by + n))
+        for n, (_, shape, dtype, *_) in self._on_no_device:
+            found[n] = np.zeros(shape, dtype)
         return found
