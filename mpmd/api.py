@@ -37,6 +37,7 @@ from mpmd.tracing.arguments import (
     check_leaves,
     check_static,
     donated_leaves,
+    fault_with_name,
     fixed_ways,
     hint_of,
     leaf_type,
@@ -365,11 +366,12 @@ class Jitted:
         types, fault = (), None
         try:
             types = tuple(leaf_type(x, explicit if w is None else ()) for x, w in zip(leaves, wishes, strict=True))
-        except (TypeError, ValueError) as e:
+        except (TypeError, ValueError, OverflowError) as e:
             fault = e
         if fault is not None:  # said again, with the argument's name
-            check_leaves(leaves, argument_names(self._fun, CallArguments(len(args), fixed, leaves, tree, (), None)))
-            raise fault
+            names = argument_names(self._fun, CallArguments(len(args), fixed, leaves, tree, (), None))
+            check_leaves(leaves, names)
+            raise fault_with_name(fault, leaves, names) from None
         return CallArguments(len(args), fixed, leaves, tree, types, (tree, fixed, types, compat.trace_context()))
 
     def _wishes(self, tree: lists.TreeDef, fixed: Fixed, num_args: int) -> list[object]:

@@ -26,7 +26,7 @@ from mpmd.ops import lists
 from mpmd.ops.lists import CountsList, Microbatches, ReadsList, Reordered
 from mpmd.ops.reductions import check_alike
 from mpmd.ops.treduce import treduce_p
-from mpmd.partition.outline import Loop, Outline, Segment, with_microbatches
+from mpmd.partition.outline import Loop, Outline, Segment, with_changes, with_microbatches
 from mpmd.report.gathered import facts_of
 from mpmd.report.profile import LoopFacts
 from mpmd.run.audits import AuditedBucketExecutor, AuditSampling
@@ -38,6 +38,7 @@ from scheduler import Free, Instruction, Program, Recv, Run, Send
 from scheduler.base.bounded import BoundedDict
 from scheduler.base.collector import without_collection
 from scheduler.programs.fewer import begins_with
+from scheduler.schedules.graph import graph_of, with_graph
 from scheduler.task import Orders
 
 # How many microbatches each list of a step has.
@@ -260,6 +261,7 @@ class BucketedStep(Compiled):
     def add(self, lowered: Lowered) -> int:
         """One bucket more; its number."""
         ins = [h.layout for h in lowered._ins]
+        lowered = dataclasses.replace(lowered, _outline=_ordered_as(self._programs.outline, lowered._outline))
         is_like_first = _check_alike(self._programs, lowered)
         programs = compile_bucket(lowered._outline, self._programs, ins, lowered._donated, lowered._split.stacks)
         self._buckets.append((programs, Inputs(programs, lowered._split)))
@@ -383,6 +385,16 @@ def _rounded(counts: Counts) -> Counts:
 
 
 _NOTHING = np.zeros((), np.float32)
+
+
+def _ordered_as(first: Outline, other: Outline) -> Outline:
+    """The step for another shape, whose loops over graphs of stages go in one order with the first, by its costs."""
+    schedules = {}
+    for a, b in zip(first.loops, other.loops, strict=False):  # others are told by `_check_alike`
+        one, two = graph_of(a.schedule), graph_of(b.schedule)
+        if one is not None and two is not None:
+            schedules[b.number] = {"schedule": with_graph(b.schedule, dataclasses.replace(two, costs=one.costs))}
+    return with_changes(other, schedules)
 
 
 def _check_alike(first: StepPrograms, lowered: Lowered) -> bool:

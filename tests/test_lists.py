@@ -550,3 +550,20 @@ def test_weights_and_outputs_of_few_bits_do_not_overflow_their_sums(weight, outp
     for found in (mean(xs), jax.jit(mean)(xs)):  # a sum in bfloat16 rounds
         assert found.dtype == output
         np.testing.assert_allclose(found.astype(np.float32), 1.5, rtol=1e-2)
+
+
+def test_shapes_go_in_one_order_over_a_graph_of_stages_whatever_their_costs():
+    """Of two roles in a group, which has more work depends on the rows of a microbatch."""
+
+    def loss(params, x):
+        rows = mpmd.role("rows")(lambda w, x: jnp.tanh(x @ w))(params["rows"], x)
+        weights = mpmd.role("weights")(lambda w: jnp.tanh(w @ w)[0])(params["weights"])
+        return mpmd.role("both")(lambda a, b: jnp.vdot(a * b, a))(rows, weights)
+
+    def step(params, xs):
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, "1f1b")
+
+    params = {"rows": np.eye(32, dtype=np.float32), "weights": np.full((32, 32), 0.1, np.float32)}
+    xs = [np.full((n, 32), 0.01 * n, np.float32) for n in (2, 512, 2, 512)]
+    pipelined = mpmd.jit(step, mpmd_mesh=groups(2), roles={"rows": 0, "weights": 0, "both": 1})
+    jax.tree.map(np.testing.assert_array_equal, pipelined(params, xs), jax.jit(step)(params, xs))

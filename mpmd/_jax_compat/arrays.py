@@ -40,12 +40,13 @@ def register_array_type(
         return
 
     class Argument:
-        """What `jax.jit` sees of an object."""
+        """What `jax.jit` sees of an object. `jax.lax.scan` looks at its shape, and `jax.jvp` at its dtype."""
 
-        __slots__ = ("of", "sharding")
+        __slots__ = ("dtype", "ndim", "of", "shape", "sharding")
 
         def __init__(self, of: A):
             self.of, self.sharding = of, sharding(of)
+            self.shape, self.dtype, self.ndim = of.shape, of.dtype, of.ndim
 
     def aval(argument: Argument) -> ShapedArray:
         error = sys.exc_info()[1]  # JAX asks for the types once more to tell of a mismatch

@@ -11,10 +11,10 @@ from jax.typing import DTypeLike
 
 # The array that is held answers these. The holder answers whatever says where the array is.
 _METHODS = """
-T __array_namespace__ all any argmax argmin argpartition argsort astype at byteswap choose clip compress conj conjugate
-copy_to_host_async cumprod cumsum diagonal dot flat flatten is_ready item mT max mean min nonzero
-on_device_size_in_bytes prod ptp ravel real repeat reshape round searchsorted sort squeeze std sum swapaxes take
-to_device tobytes tolist trace transpose unsafe_buffer_pointer var view
+T __array_namespace__ __dlpack__ __dlpack_device__ all any argmax argmin argpartition argsort astype at byteswap
+choose clip compress conj conjugate copy_to_host_async cumprod cumsum diagonal dot flat flatten is_ready item mT max
+mean min nonzero on_device_size_in_bytes prod ptp ravel real repeat reshape round searchsorted sort squeeze std sum
+swapaxes take to_device tobytes tolist trace transpose unsafe_buffer_pointer var view
 """
 _BETWEEN = """
 add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow matmul rmatmul

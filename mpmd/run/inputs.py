@@ -161,6 +161,8 @@ class Inputs:
             elif isinstance(x, jax.Array) and not isinstance(x, compat.Tracer) and x.is_deleted():
                 name, of_type = self._names[i], aval.str_short(short_dtypes=True)
                 raise RuntimeError(f"{name}: this {of_type} was deleted, or donated to a step: use the step's output.")
+            elif isinstance(x, jax.ShapeDtypeStruct):
+                raise TypeError(f"mpmd: {self._names[i]} is {x}, which says what an array is like: pass an array.")
             for piece, where in zip(_pieces(x, rows), self._of_pieces[i], strict=True):
                 if isinstance(piece, jax.Array):
                     _check_movable(piece, where)

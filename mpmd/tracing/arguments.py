@@ -247,6 +247,16 @@ def check_is_outside() -> None:
         )
 
 
+def fault_with_name(fault: Exception, leaves: Iterable[object], names: Iterable[str]) -> Exception:
+    """The error of `leaf_type`, with the name of the argument that it is about."""
+    for name, x in zip(names, leaves, strict=True):
+        try:
+            leaf_type(x, ())
+        except type(fault):
+            return type(fault)(f"mpmd.jit: {name}: {fault}")
+    return fault
+
+
 def check_leaves(leaves: Iterable[object], names: Iterable[str]) -> None:
     """Every argument is an array (or a number), and none is being traced."""
     for x, name in zip(leaves, names, strict=True):
@@ -267,7 +277,8 @@ def _check_is_array(name: str, x: object) -> None:
         )
     if not isinstance(x, (np.ndarray, np.generic)) or x.dtype == jax.dtypes.float0:
         return
-    if x.dtype.kind in "OSUMm" or x.dtype.fields is not None:
+    of_numpy_alone = x.dtype.kind in "OSUMm" or x.dtype.char in "gG" or not x.dtype.isnative  # g, G: of 80 bits
+    if of_numpy_alone or x.dtype.fields is not None:
         raise TypeError(
             f"mpmd.jit: {name} is a numpy array of dtype {x.dtype}, which JAX has no arrays of.\n"
             "  Make it an array of numbers or booleans, or leave it out."

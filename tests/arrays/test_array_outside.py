@@ -161,6 +161,28 @@ def test_separate_groups_of_one_shape_have_a_sharding_with_an_axis_of_groups():
     assert shards[0] == shards[1]
 
 
+def test_control_flow_and_transforms_of_jax_take_arrays_of_a_step(mesh):
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+    split = MpmdSharding(mesh, {0, 2}, split={0: ((0, 3),), 2: ((3, 4),)})
+    for sharding in (MpmdSharding(mesh, 1), split):
+        x = mpmd.jit(lambda x: x, mpmd_mesh=mesh, out_shardings=sharding)(rows)
+        for function in (
+            lambda x: jax.lax.scan(lambda total, row: (total + row, total * row), jnp.zeros(x.shape[1:]), x),
+            lambda x: jax.lax.map(lambda row: row.sum(), x),
+            lambda x: jax.jvp(jnp.sin, (x,), (x,)),
+            lambda x: jax.lax.fori_loop(0, 3, lambda i, x: x * i, x),
+        ):
+            jax.tree.map(np.testing.assert_array_equal, function(x), function(jnp.asarray(rows)))
+
+
+def test_a_call_names_arguments_that_are_no_arrays_of_jax(mesh):
+    step = mpmd.jit(lambda state, rate: state["x"] * rate, mpmd_mesh=mesh)
+    with pytest.raises(OverflowError, match=r"^mpmd\.jit: rate: Python int 1099511627776 too large"):
+        step({"x": VALUE}, 2**40)
+    with pytest.raises(TypeError, match=r"^mpmd: state\['x'\] is ShapeDtypeStruct\(.*\), which says what an arr"):
+        step({"x": jax.ShapeDtypeStruct(VALUE.shape, VALUE.dtype)}, 2.0)
+
+
 def test_flax_and_equinox_take_states_of_several_groups(tmp_path, mesh):
     equinox = pytest.importorskip("equinox")
     serialization = pytest.importorskip("flax.serialization")
@@ -187,7 +209,7 @@ def test_flax_and_equinox_take_states_of_several_groups(tmp_path, mesh):
     assert float(optax.tree.norm(mpmd.device_get(state["w"]))) == pytest.approx(np.linalg.norm(VALUE))
 
 
-@pytest.mark.parametrize("dtype", ["object", "str", "datetime64[s]", "f4,f4"])
+@pytest.mark.parametrize("dtype", ["object", "str", "datetime64[s]", "f4,f4", ">f4", "longdouble"])
 def test_numpy_arrays_of_what_jax_has_no_arrays_of_are_refused_by_name(mesh, dtype):
     value = np.zeros(2, dtype)
     step = mpmd.jit(lambda state: state, mpmd_mesh=mesh)
