@@ -19,7 +19,7 @@ for number, end in enumerate(ends):
         for name, fd in (("out", 1), ("err", 2)):
             os.dup2(os.open(f"{folder}/{number}.{name}", os.O_CREAT | os.O_WRONLY), fd)
         break
-    print(os.waitstatus_to_exitcode(os.wait()[1]))
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 else:
     os._exit(0)
 """
