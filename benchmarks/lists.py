@@ -3,8 +3,9 @@
     python benchmarks/lists.py [--schedule 1f1b] [--repeats 30]
 
 8 groups of one CPU device each and up to 64 microbatches of 8 shapes. Prints the median milliseconds of processor time
-(of the main thread) for the plan of an order that has not come before, and of a number that has not; then the
-microseconds that each task takes Python, for a list of one shape and for an array. The two take turns.
+(of the main thread) for the plan of an order that has not come before, and of a number that has not; how much longer
+steps of such numbers would take in the plan for all, on a clock; then the microseconds that each task takes Python, for
+a list of one shape and for an array. The two take turns.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import mpmd
 import scheduler
 from mpmd.buckets import BucketedStep
 from mpmd.run.executor import Executor
+from scheduler.timing.simulate import simulate_orders
 
 NUM_GROUPS, NUM_MICROBATCHES, NUM_SHAPES, WIDTH = 8, 64, 8, 4
 NUMBERS = (63, 60, 56, 48, 40, 32, 24, 16)
@@ -63,6 +65,18 @@ def make_step(schedule: Any) -> Any:
     return mpmd.jit(step, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"))
 
 
+def lengthened(schedule: Any, count: int) -> float:
+    """How much longer a step of so many microbatches takes in the plan for all, without the later ones, on a clock."""
+
+    def stays(*tasks: scheduler.Task) -> bool:
+        return all(task.microbatch < count for task in tasks)
+
+    orders = tuple(tuple(filter(stays, order)) for order in schedule.orders(NUM_MICROBATCHES))
+    pairs = frozenset(pair for pair in schedule.fused(NUM_MICROBATCHES) if stays(*pair))
+    cut = simulate_orders(orders, schedule.placement, count, fused=pairs)
+    return cut.makespan / scheduler.simulate(schedule, count, fuse=True).makespan
+
+
 def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -79,19 +93,26 @@ def main() -> None:
         rows = [*range(NUM_SHAPES), *rng.integers(0, NUM_SHAPES, count - NUM_SHAPES)]
         return [np.ones((2, 1 + n, WIDTH), np.float32) for n in rng.permutation(rows)]
 
-    def planned(step: Any, count: int) -> float:
+    def planned(step: Any, xs: Any) -> float:
         plans.seconds.clear()
-        jax.block_until_ready(list(step(params, microbatches(count))))
+        jax.block_until_ready(list(step(params, xs)))
         return sum(plans.seconds) * 1e3
 
+    def reordered(count: int) -> mpmd.Reordered:
+        return mpmd.Reordered(microbatches(count), rng.permutation(count).tolist())
+
     step = make_step(schedule)
-    planned(step, NUM_MICROBATCHES)
-    orders = [planned(step, NUM_MICROBATCHES) for _ in range(options.repeats)]
+    planned(step, microbatches(NUM_MICROBATCHES))
+    orders = [planned(step, microbatches(NUM_MICROBATCHES)) for _ in range(options.repeats)]
+    in_turn = [planned(step, reordered(NUM_MICROBATCHES)) for _ in range(options.repeats)]
     rounds = NUM_GROUPS if options.schedule.startswith("interleaved") else 1
-    numbers = {count: planned(step, count) for count in NUMBERS if count % rounds == 0}
+    numbers = {count: planned(step, microbatches(count)) for count in NUMBERS if count % rounds == 0}
     print(f"plan, {schedule}, {NUM_GROUPS} groups, {NUM_SHAPES} shapes (target {TARGET_MS} ms):")
     print(f"  a new order of {NUM_MICROBATCHES} microbatches: {statistics.median(orders):.2f} ms")
+    print(f"  the same, as mpmd.Reordered in a random order: {statistics.median(in_turn):.2f} ms")
     print("  a new number:", ", ".join(f"{count}: {x:.2f} ms" for count, x in numbers.items()))
+    ratios = ", ".join(f"{count}: {lengthened(schedule, count):.3f}" for count in numbers)
+    print(f"  steps in the plan for {NUM_MICROBATCHES}, cut short, as multiples of their own: {ratios}")
 
     one = np.ones((NUM_MICROBATCHES, 2, 3, WIDTH), np.float32)
     found: dict[str, list[float]] = {"a list of one shape": [], "an array": []}

@@ -144,7 +144,9 @@ def restore(
 
     Raises:
         FileNotFoundError: there is no finished checkpoint at `path`.
-        ReshardError: tree, shapes or dtypes are not those of the checkpoint (names all faults), or it is damaged.
+        ReshardError: tree, shapes or dtypes are not those of the checkpoint (names all faults), or it is damaged; or
+            `threshold` is no number of bytes.
+        TypeError: `partial` is no boolean.
         ScheduleError: `shardings` are of several processes, and these restore different checkpoints, or into different
             trees. (One checkpoint may have another path in each process.)
     """

@@ -37,6 +37,7 @@ class GraphSchedule(Schedule):
             all the same; `mpmd.jit` takes what its loop's tasks take by the roofline of the devices.
 
     Raises:
+        TypeError: `reads` or `placement` has no entries for stages.
         ValueError: There is no such rule, a stage reads a later one, or the numbers do not fit each other.
 
     Examples:
