@@ -19,6 +19,7 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import Device, MpmdMesh
 from mpmd.compile.executable import Executable, on_mesh
 from mpmd.compile.step import StepPrograms
+from mpmd.graphs.body import Place
 from mpmd.job import audits, joining
 from mpmd.job.wires import NUMBER_BITS
 from mpmd.observe.flight import Flight
@@ -263,8 +264,10 @@ class AuditedBucketExecutor(AuditedExecutor, BucketExecutor):
     def _own_step(self, instruction: Run | Call) -> _OwnStep | None:
         buckets = {0}
         if isinstance(instruction, Run) and (xs := self._list_of.get(instruction.loop)) is not None:
-            if self._permutations[xs] is not None:  # it may have an accumulator of its own
-                return None
+            loop = self._buckets[0][0].loops[instruction.loop]
+            bodies = [loop.tasks[Place(t.stage, t.kind)].body for t in instruction.tasks]
+            if self._permutations[xs] is not None and any(body.accumulates or body.uses_index for body in bodies):
+                return None  # it may have accumulators of its own, and its number in the list is another one
             buckets = {self._order[xs][task.microbatch] for task in instruction.tasks}
         (bucket, *more) = buckets
         if more or not _can_run_twice(self._buckets[bucket][0], instruction):

@@ -225,18 +225,6 @@ class SummedOutput(NamedTuple):
     operation: Operation
 
 
-class BoundTask(NamedTuple):
-    """Where the values of a task stand among those of its instruction.
-
-    Attributes:
-      number: where it reads that of its microbatch; None if it does not.
-    """
-
-    place: Place
-    number: int | None
-    sums: list[SummedOutput]
-
-
 class BoundBuckets:
     """The programs of buckets, bound: instruction by instruction they do the same, for microbatches of other shapes.
 
@@ -260,19 +248,16 @@ class BoundBuckets:
         ]
         self.template = self.slots.template()
 
-    def tasks(self, b: BoundInstruction, buckets: Sequence[int]) -> list[BoundTask]:
-        """The tasks of an instruction, whose microbatches belong to these buckets."""
-        found: list[BoundTask] = []
+    def sums(self, b: BoundInstruction, buckets: Sequence[int]) -> list[list[SummedOutput]]:
+        """The accumulators of each task of an instruction, whose microbatches belong to these buckets."""
+        found: list[list[SummedOutput]] = []
         num_reads = num_writes = 0
         for task, bucket in zip(b.tasks, buckets, strict=True):
-            place = Place(task.stage, task.kind)
-            values, operations = self._calls[bucket].values(b.group, b.loop, place)
-            at = num_reads + len(values.constants)
-            num_reads = at + values.uses_index + len(values.operands) + len(values.reads)
-            sums = [SummedOutput(num_reads + k, num_writes + k, op) for k, op in enumerate(operations)]
-            found.append(BoundTask(place, at if values.uses_index else None, sums))
-            num_reads += len(sums)
-            num_writes += len(sums) + len(values.writes)
+            values, operations = self._calls[bucket].values(b.group, b.loop, Place(task.stage, task.kind))
+            num_reads += len(values.constants) + values.uses_index + len(values.operands) + len(values.reads)
+            found.append([SummedOutput(num_reads + k, num_writes + k, op) for k, op in enumerate(operations)])
+            num_reads += len(operations)
+            num_writes += len(operations) + len(values.writes)
         return found
 
     def pair(self, b: BoundInstruction, buckets: tuple[int, int]) -> BoundInstruction:
@@ -360,10 +345,12 @@ class Slots:
 
     Attributes:
       names: of variables around the loops.
+      numbers: by group and loop, where the number of each microbatch stands.
     """
 
     def __init__(self, mesh: MpmdMesh, job: Job | None):
         self._mesh = mesh
+        self.numbers: dict[tuple[int, int], dict[int, int]] = {}
         self.names: dict[compat.Var, str] = {}
         self._is_alone = job is None
         self._numbers: dict[tuple[int, Hashable], int] = {}
@@ -416,8 +403,17 @@ class Slots:
         return [[(g, self.around(g, v)) for g in sorted(groups) if g in local] for v, groups in held]
 
     def of_constant(self, group: int, value: np.generic) -> int:
-        """The slot of a number that each step takes: a microbatch's, or a constant of a program."""
-        slot = self.of(group, ("constant", str(value.dtype), int(value)))
+        """The slot of a number that each step takes, a constant of a program."""
+        return self._of_number(group, ("constant", str(value.dtype), int(value)), value)
+
+    def of_microbatch(self, group: int, loop: int, microbatch: int) -> int:
+        """The slot of a microbatch's number."""
+        slot = self._of_number(group, ("microbatch", loop, microbatch), np.int32(microbatch))
+        self.numbers.setdefault((group, loop), {})[microbatch] = slot
+        return slot
+
+    def _of_number(self, group: int, key: Hashable, value: np.generic) -> int:
+        slot = self.of(group, key)
         if slot not in self._constants:
             sharding = NamedSharding(self._mesh.groups[group], PartitionSpec())
             target = device_put.target_of(sharding) if self._is_alone else sharding
@@ -492,17 +488,17 @@ class _Calls:
         reads: tuple[int, ...] = ()
         writes: tuple[int, ...] = ()
         donates: tuple[int, ...] = ()
+        loop = program.loop.number
         for task in tasks:
             values, microbatch = self._values_of(group, program, Place(task.stage, task.kind)), task.microbatch
-            index = (self.slots.of_constant(group, np.int32(microbatch)),) if values.uses_index else ()
+            number = (self.slots.of_microbatch(group, loop, microbatch),) if values.uses_index else ()
             own = [x if isinstance(x, int) else self.slots.of(group, Value(x, microbatch)) for x in values.operands]
             taken = [self.slots.of(group, Value(name, microbatch)) for name in values.reads]
             given = [self.slots.of(group, Value(name, microbatch)) for name in values.writes]
-            reads += (*values.constants, *index, *own, *taken, *values.accumulators)
+            reads += (*values.constants, *number, *own, *taken, *values.accumulators)
             writes += (*values.accumulators, *given)
             donates += (*values.accumulators,)
         text = f"{'+'.join(map(str, tasks))} in group {group}"
-        loop = program.loop.number
         return BoundInstruction(RUN, executable, reads, writes, group, text, tasks, donates=donates, loop=loop)
 
     def values(self, group: int, loop: int, place: Place) -> tuple[_TaskValues, list[Operation]]:

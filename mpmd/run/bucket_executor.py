@@ -8,6 +8,8 @@ shorter run the same plan without the later microbatches (`scheduler/programs/fe
 """
 
 import dataclasses
+import functools
+import itertools
 import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
@@ -24,7 +26,7 @@ from mpmd.job.notes import Note, Values
 from mpmd.run.agreement import Announcement
 from mpmd.run.bindings import Bindings, BoundBuckets, BoundInstruction
 from mpmd.run.executor import Executor, Instruction
-from mpmd.run.turns import Turns
+from mpmd.run.turns import NUM_KINDS, Sums
 from mpmd.tracing.trace import Trace
 from scheduler import Program, Value
 from scheduler.base.bounded import BoundedDict
@@ -134,7 +136,8 @@ class BucketExecutor(Executor):
                 self._own[xs].setdefault(microbatch, []).append(k)
             if len(places) == 2:
                 self._twofold[k] = places[0], places[1]
-        self._numbered = list(numbers)
+        self._numbered, self._places = list(numbers), np.arange(len(first.instructions))
+        self._sums = Sums(self._bound_buckets, self._list_of)
         of_microbatches = self._bound_buckets.slots.of_microbatches
         frees = [tuple(slot for slot in b.frees if slot not in of_microbatches) for b in first.instructions]
         self._late = {k: slots for k, slots in enumerate(frees) if slots}
@@ -172,10 +175,9 @@ class BucketExecutor(Executor):
     def _call_of(self, order: Order, permutations: Permutations, arrays: Sequence[MicrobatchArray]) -> _Prepared:
         later = {k for xs, own in self._own.items() for m in own if m >= len(order[xs]) for k in own[m]}
         first, local, slots = self._bound_buckets.of[0], self._programs.mesh.local_groups, self._bound_buckets.slots
-        bound, template, key = self._picked(order, later), self._bound_buckets.template, repr(order)
+        bound, template, key = self._picked(order, permutations, later), self._bound_buckets.template, repr(order)
         if any(permutations):
-            bound, key = self._in_turn(bound, order, permutations), repr((order, permutations))
-            template = [*template, *[None] * (len(slots) - len(template))]  # such orders need more of them
+            template, key = self._numbered_anew(permutations), repr((order, permutations))
         inputs = [[] if i in self._absent else where for i, where in enumerate(first.inputs)]
         for a in arrays:
             value = Value(a.argument, a.microbatch)
@@ -192,31 +194,45 @@ class BucketExecutor(Executor):
             [k for k in every if k not in later] if later else every,
         )
 
-    def _picked(self, order: Order, later: Set[int]) -> _Bound:
+    def _picked(self, order: Order, permutations: Permutations, later: Set[int]) -> _Bound:
         """The instructions of a call in this order: those of the bucket of each microbatch, none of the later ones."""
         bucket_of: dict[tuple[int, int] | None, int]
         bucket_of = {(xs, m): bucket for xs, buckets in enumerate(order) for m, bucket in enumerate(buckets)}
-        buckets = np.array([bucket_of.get(of, 0) for of in self._numbered])
-        picks = buckets[self._number_of], np.arange(len(self._number_of))
-        found = _Bound(*(table[picks].tolist() for table in self._tables))
-        for k, places in self._twofold.items():
+        rows, places = np.array([bucket_of.get(of, 0) for of in self._numbered])[self._number_of], self._places
+        if any(permutations):
+            kinds, changes = self._sums.kinds(permutations)
+            found = _Bound(*(table[kinds, rows, places].tolist() for table in self._tables_by_kind))
+        else:
+            found, changes = _Bound(*(table[rows, places].tolist() for table in self._tables)), {}
+        for k, two in self._twofold.items():
+            one, other = (bucket_of.get(of) for of in two)
+            if one is not None and other is not None and one != other:
+                found.put(k, self._bound_buckets.pair(found.instructions[k], (one, other)))
+        for k, change in changes.items():
             if k not in later:
-                one, other = (order[xs][microbatch] for xs, microbatch in places)
-                if one != other:
-                    found.put(k, self._bound_buckets.pair(found.instructions[k], (one, other)))
+                b = found.instructions[k]
+                buckets = [bucket_of[self._list_of[b.loop], task.microbatch] for task in b.tasks]
+                found.put(k, self._sums.changed(k, b, buckets, change))
         return _without(found, later, self._late) if later else found
 
-    def _in_turn(self, bound: _Bound, order: Order, permutations: Permutations) -> _Bound:
-        """The instructions as they sum in the order of the lists, whatever the order in which they run."""
-        turns, found = Turns(self._bound_buckets.slots), list[BoundInstruction]()
-        for b in bound.instructions:
-            xs = self._list_of.get(b.loop) if b.tasks else None
-            if xs is not None and (permutation := permutations[xs]) is not None:
-                places = [task.microbatch for task in b.tasks]
-                tasks = self._bound_buckets.tasks(b, [order[xs][m] for m in places])
-                b = turns.bound(b, tasks, [permutation[m] for m in places])
-            found.append(b)
-        return _Bound.of(found)
+    @functools.cached_property
+    def _tables_by_kind(self) -> list[np.ndarray]:
+        """As `_tables`, for each kind that instructions may be of where microbatches run in another order."""
+        instructions, walked = (np.stack([table] * NUM_KINDS) for table in self._tables)
+        for kind, (bucket, own) in itertools.product(range(NUM_KINDS), enumerate(self._bound_buckets.of)):
+            for k, b in self._sums.of_kind(kind, own.instructions, bucket).items():
+                instructions[kind, bucket, k], walked[kind, bucket, k] = b, _walked(b, k)
+        return [instructions, walked]
+
+    def _numbered_anew(self, permutations: Permutations) -> list[object]:
+        """The slots before a step whose microbatches have other numbers in their lists."""
+        slots, template = self._bound_buckets.slots, self._bound_buckets.template
+        found = [*template, *[None] * (len(slots) - len(template))]
+        for (_, loop), slot_of in slots.numbers.items():
+            if loop in self._list_of and (permutation := permutations[self._list_of[loop]]) is not None:
+                for microbatch, number in enumerate(permutation):
+                    found[slot_of[microbatch]] = template[slot_of[number]]
+        return found
 
     @property
     def _counts(self) -> dict[int, int]:

@@ -6,114 +6,262 @@ task that runs then adds that to the sum, after its own part. So each sum is mad
 
 import dataclasses
 import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from mpmd.errors import StageError
 from mpmd.ops.reductions import Concat, Operation
-from mpmd.run.bindings import BoundInstruction, BoundTask, Slots
+from mpmd.run.bindings import BoundBuckets, BoundInstruction, SummedOutput
+
+# What a task does in its turn; before it; and in it, where microbatches whose turns come next have run before.
+IN_TURN, EARLY, FOLLOWED = range(NUM_KINDS := 3)
 
 
-class _EarlySum(NamedTuple):
-    """What is added to a sum when its turn has come: where the sum is written, and the slot of what is added."""
+class Line(NamedTuple):
+    """The tasks that add to some sums, one after the other.
 
-    position: int
-    slot: int
-    operation: Operation
+    Attributes:
+      xs: the number of their list.
+      microbatches: in the order in which they run.
+    """
 
+    xs: int
+    microbatches: tuple[int, ...]
 
-class Turns:
-    """The sums of one call, instruction by instruction in the order in which they run."""
-
-    def __init__(self, slots: Slots):
-        self._slots = slots
-        self._next: dict[int, int] = defaultdict(int)  # by the slot of a sum, whose turn it is
-        self._early: dict[tuple[int, int], int] = {}  # by that and by turn, where it is that was summed before its turn
-
-    def bound(self, b: BoundInstruction, tasks: Sequence[BoundTask], turns: Sequence[int]) -> BoundInstruction:
-        """The instruction as it sums in turn.
+    def kinds(self, turn_of: Sequence[int]) -> tuple[list[int], dict[int, list[int]]]:
+        """What each task does, and by the position of one the microbatches that follow it and have run before.
 
         Args:
-          tasks: of the instruction.
-          turns: of each, the number of its microbatch in the list.
+          turn_of: by microbatch, its number in the list; later ones are not in the call.
+        """
+        kinds, followed = [IN_TURN] * len(self.microbatches), defaultdict[int, list[int]](list)
+        early: dict[int, int] = {}  # by turn, the microbatch that ran before it
+        following = 0
+        for position, microbatch in enumerate(self.microbatches):
+            if microbatch >= len(turn_of):
+                continue
+            if (turn := turn_of[microbatch]) != following:
+                early[turn], kinds[position] = microbatch, EARLY
+                continue
+            following += 1
+            while (before := early.pop(following, None)) is not None:
+                followed[position].append(before)
+                kinds[position] = FOLLOWED
+                following += 1
+        return kinds, followed
+
+
+class _Adding(NamedTuple):
+    """What a task of an instruction adds: to which sums, of which line, and which task of that it is."""
+
+    task: int
+    line: int
+    position: int
+    slots: tuple[int, ...]
+
+
+class Change(NamedTuple):
+    """What a call does with an instruction, beside its kind.
+
+    Attributes:
+      early: the numbers of what it adds before its turn; None if its kind says that.
+      late: the numbers of what is followed, once for each microbatch that follows.
+      reads: the slots of what these have added.
+    """
+
+    early: list[int] | None
+    late: list[int]
+    reads: list[int]
+
+
+class Sums:
+    """The sums over lists, and what the instructions of a step add to them.
+
+    Args:
+      buckets: the step for each shape.
+      list_of: per loop that takes one, the number of its list.
+    """
+
+    def __init__(self, buckets: BoundBuckets, list_of: Mapping[int, int]):
+        self._buckets, self._instructions = buckets, buckets.of[0].instructions
+        operations: dict[int, Operation] = {}  # by slot
+        tasks_of = defaultdict[int, list[tuple[int, int]]](list)  # by slot, the instructions, and which of their tasks
+        for k, b in enumerate(self._instructions):
+            if b.loop in list_of:
+                for task, sums in enumerate(buckets.sums(b, [0] * len(b.tasks))):
+                    for s in sums:
+                        if type(s.operation) is not Concat:  # rows have places of their own
+                            tasks_of[b.writes[s.write]].append((k, task))
+                            operations[b.writes[s.write]] = s.operation
+        lines: dict[Line, int] = {}
+        slots_of = defaultdict[int, dict[tuple[int, int, int], list[int]]](lambda: defaultdict(list))
+        for slot, tasks in tasks_of.items():
+            xs = list_of[self._instructions[tasks[0][0]].loop]
+            line = Line(xs, tuple(self._instructions[k].tasks[task].microbatch for k, task in tasks))
+            for position, (k, task) in enumerate(tasks):
+                slots_of[k][task, lines.setdefault(line, len(lines)), position].append(slot)
+        self._lines = list(lines)
+        self._of = {k: [_Adding(*key, tuple(slots)) for key, slots in own.items()] for k, own in slots_of.items()}
+        self._places = defaultdict[tuple[int, int], list[int]](list)  # by line and position, instructions of one task
+        for k, (one, *more) in self._of.items():
+            if not more and len(self._instructions[k].tasks) == 1:
+                self._places[one.line, one.position].append(k)
+        simple = {k for ks in self._places.values() for k in ks}
+        self._twofold = {k: own for k, own in self._of.items() if k not in simple}
+        starts = list(itertools.accumulate([len(line.microbatches) for line in self._lines], initial=0))
+        at = [(k, starts[line] + position) for (line, position), ks in self._places.items() for k in ks]
+        self._simple, self._at = np.array(at, np.intp).reshape(-1, 2).T
+        self._early = defaultdict[tuple[int, ...], dict[int, list[int]]](dict)  # by slots and microbatch, other slots
+        added = [(a.line, operations[slot]) for own in self._of.values() for a in own for slot in a.slots]
+        self._without_parts = {line: operation for line, operation in added if not operation.has_parts}
+
+    def kinds(self, order_of: Sequence[Sequence[int] | None]) -> tuple[np.ndarray, dict[int, Change]]:
+        """The kind of each instruction in a call, and by its position what else that does.
+
+        Args:
+          order_of: per list, the number in it of the microbatch that runs first, second, and so on; None where they run
+            as the list has them.
 
         Raises:
           StageError: an operation has no sum of parts.
         """
-        reads, writes, donates = list(b.reads), list(b.writes), set(b.donates)
-        begun: dict[int, Operation] = {}  # by position among what it reads
-        late: list[_EarlySum] = []
-        for task, turn in zip(tasks, turns, strict=True):
-            if task.number is not None:
-                reads[task.number] = self._slots.of_constant(b.group, np.int32(turn))
-            for s in task.sums:
-                if type(s.operation) is Concat:  # rows have places of their own
-                    continue
-                if turn == self._next[slot := writes[s.write]]:
-                    late += [_EarlySum(s.write, early, s.operation) for early in self._in_turn(slot)]
-                    continue
-                _check_has_parts(s.operation)
-                self._early[slot, turn] = early = self._slots.of(b.group, ("summed early", slot, turn))
-                begun[s.read] = s.operation
-                donates.discard(slot)
-                writes[s.write] = early
-        if not begun and not late and reads == list(b.reads):
-            return b
-        more = tuple(one.slot for one in late)
-        return dataclasses.replace(
-            b,
-            act=_summing(b.act, len(reads), begun, late),
-            reads=(*reads, *more),
-            writes=tuple(writes),
-            frees=(*b.frees, *more),
-            donates=tuple(donates),
-        )
+        found, changes = np.full(len(self._instructions), IN_TURN), dict[int, Change]()
+        orders = [order_of[line.xs] for line in self._lines]
+        of_lines = [
+            ([IN_TURN] * len(line.microbatches), {}) if order is None else line.kinds(order)
+            for line, order in zip(self._lines, orders, strict=True)
+        ]
+        for number, (kinds, followed) in enumerate(of_lines):
+            if EARLY in kinds and (operation := self._without_parts.get(number)) is not None:
+                raise StageError(
+                    "Reordered: the outputs of microbatches that run before their turn cannot be kept for"
+                    f" {operation!r}. Give the list itself, or one that you have put in order yourself."
+                )
+            for position, microbatches in followed.items():
+                for k in self._places.get((number, position), ()):
+                    changes[k] = Change(None, [], self._kept(k, 0, microbatches))
+        found[self._simple] = np.array([kind for kinds, _ in of_lines for kind in kinds], int)[self._at]
+        for k, own in self._twofold.items():
+            early = [n for n, a in enumerate(own) if of_lines[a.line][0][a.position] == EARLY]
+            late = {n: of_lines[a.line][1].get(a.position, ()) for n, a in enumerate(own)}
+            if early or any(late.values()):
+                reads = [slot for n, microbatches in late.items() for slot in self._kept(k, n, microbatches)]
+                changes[k] = Change(early, [n for n, microbatches in late.items() for _ in microbatches], reads)
+        return found, changes
 
-    def _in_turn(self, slot: int) -> Iterator[int]:
-        """A microbatch is summed in turn: where those are that come next and were summed before."""
-        self._next[slot] += 1
-        while (early := self._early.pop((slot, self._next[slot]), None)) is not None:
-            yield early
-            self._next[slot] += 1
+    def of_kind(self, kind: int, instructions: Sequence[BoundInstruction], bucket: int) -> dict[int, BoundInstruction]:
+        """By position, the instructions of a bucket as those of a kind do them; only what they read more is missing."""
+        early, late = [0] * (kind == EARLY), [0] * (kind == FOLLOWED)
+        places = (k for ks in self._places.values() if kind != IN_TURN for k in ks)
+        return {k: self._summing(k, instructions[k], [bucket], early, late) for k in places}
+
+    def changed(self, k: int, b: BoundInstruction, buckets: Sequence[int], change: Change) -> BoundInstruction:
+        """The instruction in some place, where microbatches of these buckets are, as a call does it."""
+        if change.early is not None:
+            b = self._summing(k, b, buckets, change.early, change.late)
+        found = object.__new__(
+            BoundInstruction
+        )  # there are hundreds, and `dataclasses.replace` takes ten times as long
+        vars(found).update(vars(b), reads=(*b.reads, *change.reads), frees=(*b.frees, *change.reads))
+        return found
+
+    def _kept(self, k: int, number: int, microbatches: Iterable[int]) -> list[int]:
+        """Where that is which microbatches have added, before their turn, to what an instruction adds to."""
+        slots, found = self._of[k][number].slots, list[int]()
+        of_slots = self._early[slots]
+        for microbatch in microbatches:
+            if microbatch not in of_slots:
+                names = [("summed early", slot, microbatch) for slot in slots]
+                of_slots[microbatch] = [self._buckets.slots.of(self._instructions[k].group, name) for name in names]
+            found += of_slots[microbatch]
+        return found
+
+    def _summing(
+        self, k: int, b: BoundInstruction, buckets: Sequence[int], early: Collection[int], late: Collection[int]
+    ) -> BoundInstruction:
+        places = {b.writes[s.write]: s for sums in self._buckets.sums(b, buckets) for s in sums}
+        parts = [_Part.of([places[slot] for slot in a.slots]) for a in self._of[k]]
+        writes, donates = list(b.writes), set(b.donates)
+        for n in early:
+            donates.difference_update(self._of[k][n].slots)
+            kept = self._kept(k, n, [b.tasks[self._of[k][n].task].microbatch])
+            for write, slot in zip(parts[n].writes, kept, strict=True):
+                writes[write] = slot
+        act = _summing(b.act, len(b.reads), [parts[n] for n in early], [parts[n] for n in late])
+        return dataclasses.replace(b, act=act, writes=tuple(writes), donates=tuple(donates))
+
+
+class _Part(NamedTuple):
+    """Some sums of a task: where they stand among what its instruction reads and writes."""
+
+    operations: tuple[Operation, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sums: Sequence[SummedOutput]) -> "_Part":
+        reads, writes, operations = zip(*sums, strict=True)
+        return cls(operations, reads, writes)
 
 
 def _summing(
-    act: Callable[..., Any], num_reads: int, begun: dict[int, Operation], late: Sequence[_EarlySum]
+    act: Callable[..., Sequence[jax.Array]], num_reads: int, early: Sequence[_Part], late: Sequence[_Part]
 ) -> Callable[..., list[jax.Array]]:
+    """What an instruction does, where some sums begin anew, and others are added to some afterwards.
+
+    Args:
+      num_reads: what comes after these is to be added.
+      late: to what, as often as there is something.
+    """
+
     def summing(*arrays: jax.Array) -> list[jax.Array]:
         given = list(arrays[:num_reads])
-        for k, operation in begun.items():
-            given[k] = _begun(operation, given[k].sharding)(given[k])
-        found = list(act(*given))
-        for one, early in zip(late, arrays[num_reads:], strict=True):
-            found[one.position] = _added(one.operation, early.sharding)(found[one.position], early)
+        for part in early:
+            sums = [given[k] for k in part.reads]
+            for k, x in zip(part.reads, _begun(part.operations, _shardings(sums))(sums), strict=True):
+                given[k] = x
+        found, more = list(act(*given)), iter(arrays[num_reads:])
+        for part in itertools.cycle(late):
+            if not (others := list(itertools.islice(more, len(part.writes)))):
+                break
+            sums = [found[k] for k in part.writes]
+            for k, x in zip(part.writes, _added(part.operations, _shardings(sums))(sums, others), strict=True):
+                found[k] = x
         return found
 
     return summing
 
 
-def _check_has_parts(operation: Operation) -> None:
-    if not operation.has_parts:
-        raise StageError(
-            f"Reordered: the outputs of microbatches that run before their turn cannot be kept for {operation!r}. Give"
-            " the list itself, or one that you have put in order yourself."
-        )
+def _shardings(arrays: Iterable[jax.Array]) -> tuple[Sharding, ...]:
+    return tuple(x.sharding for x in arrays)
 
 
 @functools.lru_cache(maxsize=1024)
-def _begun(operation: Operation, sharding: Any) -> Callable[[jax.Array], jax.Array]:
-    """From an accumulator to one like it before the first microbatch."""
-    return jax.jit(lambda acc: operation.init(jax.typeof(acc), 1), out_shardings=sharding)
-
-
-@functools.lru_cache(maxsize=1024)
-def _added(operation: Operation, sharding: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """An accumulator, after what another one has summed."""
+def _begun(
+    operations: Sequence[Operation], shardings: Sequence[Sharding]
+) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+    """From accumulators to those like them before the first microbatch."""
     return jax.jit(
-        lambda acc, early: operation.update(acc, early, jnp.int32(0)), out_shardings=sharding, donate_argnums=0
+        lambda sums: tuple(of.init(jax.typeof(x), 1) for of, x in zip(operations, sums, strict=True)),
+        out_shardings=shardings,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _added(
+    operations: Sequence[Operation], shardings: Sequence[Sharding]
+) -> Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]]:
+    """From accumulators, and what others have summed, to both."""
+
+    def add(sums: Sequence[jax.Array], others: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        of_all = zip(operations, sums, others, strict=True)
+        return tuple(operation.update(x, other, jnp.int32(0)) for operation, x, other in of_all)
+
+    return jax.jit(add, out_shardings=shardings, donate_argnums=0)

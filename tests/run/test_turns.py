@@ -52,6 +52,19 @@ def test_another_order_of_the_tasks_gives_the_bits_of_the_list(schedule):
 
 
 @pytest.mark.slow
+def test_pairs_of_tasks_sum_in_turn_too(monkeypatch):
+    """As for a GPU, where two tasks are one program: each of them may come before its turn."""
+    monkeypatch.setattr("mpmd.compile.step.hides_communication", lambda mesh: True)
+    step = Step(4, scheduler.DualPipeV(2), (mpmd.Mean, {"loss": mpmd.Concat(), "rows": mpmd.Max}))
+    jitted, params = mpmd.jit(step, mpmd_mesh=groups(2)), step.params()
+    for seed, (rows, order) in enumerate(CALLS):
+        xs = microbatches(rows, seed)
+        got, want = jitted(params, mpmd.Reordered(xs, order)), jax.jit(step)(params, xs)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sums_once_a_step_are_summed_in_turn_too(kind):
     step, mesh = Step(2, "zb-h1", (mpmd.Add, {"loss": mpmd.Concat(), "rows": mpmd.Min})), sharded(kind)
