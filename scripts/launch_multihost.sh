@@ -313,7 +313,7 @@ handle() { # an event, or a command of the launcher
   esac
 }
 
-have_status() { compgen -G "$work/status/rank-*.json" >/dev/null; }
+have_status() { (cd "$work/status" && compgen -G "rank-*.json" >/dev/null); }
 
 take() { # pairs of a rank and the process that is this rank from now on; one that was stopped while it waited goes on
   printf '%s %s\n' "$@" >>"$work/status/taken"
@@ -373,7 +373,7 @@ run_rank() {
   mkfifo "$work/out.$rank" "$work/err.$rank" "$work/tail.$rank"
   exec {hold}<>"$work/tail.$rank"
   if [[ -n $log_dir ]]; then
-    cat <"$work/tail.$rank" >"$(log_file "$rank")" {hold}<&- {events}<&- &
+    { cat >"$(log_file "$rank")" || cat >/dev/null; } <"$work/tail.$rank" {hold}<&- {events}<&- & # who prints is not held up
   else
     tail -n "$num_last_lines" <"$work/tail.$rank" >"$work/last.$rank" {hold}<&- {events}<&- &
   fi

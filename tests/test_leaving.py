@@ -89,6 +89,19 @@ def test_stacks_of_threads_that_run_can_be_taken_again_and_again():
     assert found["MainThread"][-1].endswith("in stacks") and "in run" in "".join(found["busy"])
 
 
+def test_of_more_than_a_hundred_threads_those_are_told_that_are_known():
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait) for _ in range(120)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert len(exits.stacks()) > 50
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join()
+
+
 def test_a_function_is_named_with_its_place():
     assert exits.function_text(PROGRAM.join) == "join"
     text = exits.function_text(test_a_function_is_named_with_its_place)

@@ -364,7 +364,8 @@ class MpmdArray(ReadableArray):
         self._check_not_gone()
         if not self._arrays:
             raise reading.unreadable(self, "no shard of it", self._mpmd_sharding.groups)
-        return next(iter(self._arrays.values())) if not self._is_split else reading.joined(self, self._lowest_group())
+        found = reading.joined(self, self._lowest_group()) if self._is_split else next(iter(self._arrays.values()))
+        return found if not self._weak_type or found.weak_type else reading.as_weak(found)
 
     def _host_readable(self) -> jax.Array | np.ndarray:
         """An array whose every value is in this process."""

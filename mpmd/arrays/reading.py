@@ -1,13 +1,14 @@
 """Reads an `MpmdArray` as one array: the array of a group, or the pieces of a split one put together."""
 
+import functools
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mpmd._jax_compat import Tracer
 from mpmd.arrays.delegation import is_plain
@@ -31,6 +32,17 @@ def is_here(x: Array) -> bool:
 
 def _is_readable(array: jax.Array) -> bool:
     return array.is_fully_addressable or array.is_fully_replicated
+
+
+def as_weak(x: jax.Array) -> jax.Array:
+    """An array of a weak type, where it is."""
+    return _weakly(x.shape, x.dtype, x.sharding if x.committed else None)(x)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@functools.lru_cache(maxsize=256)
+def _weakly(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None) -> Callable[[jax.Array], jax.Array]:
+    like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=True)
+    return jax.jit(lambda x: x).lower(like).compile()
 
 
 def on_host(x: Array) -> jax.Array | np.ndarray:

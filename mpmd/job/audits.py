@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import jax
 
-from mpmd.errors import CorruptionError, HangError
+from mpmd.errors import CorruptionError, HangError, RankLostError
 from mpmd.job.job import Job
 from mpmd.job.spares import UNFIT
 
@@ -57,6 +57,7 @@ class Audit(NamedTuple):
       names: per group, the name of each of its devices.
       found: of groups of this process: waits for and returns what its own devices found.
       job: None where all groups are this process's.
+      epoch: of the job, in which it was done.
     """
 
     key: str
@@ -65,6 +66,7 @@ class Audit(NamedTuple):
     names: Mapping[int, Sequence[str]]
     found: Mapping[int, Callable[[], Sign]]
     job: Job | None
+    epoch: int = 0
 
 
 class Look(NamedTuple):
@@ -159,6 +161,8 @@ class _Comparisons:
             if wanted <= said.keys():
                 break
             job.check()
+            if job.epoch != audit.epoch:  # who has been lost meanwhile says nothing any more
+                raise RankLostError("mpmd: a rank was lost, and the processes have gone on since")
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, _MOST_POLL_S)
         found: dict[int, dict[int, str]] = {group: {} for group in audit.owners}

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import shlex
 import threading
 import time
 from collections.abc import Mapping
@@ -99,7 +100,7 @@ class BlackBox:
                 num_ranks=self._num_ranks, guilty=guilty, views=seen, pending=self._pending(),
                 interrupted=interrupted, at=exits.user_lines(),
             )  # fmt: skip
-            return f"jax-mpmd: what each rank did last: python -m mpmd replay {self.folder}"
+            return f"jax-mpmd: what each rank did last: python -m mpmd replay {shlex.quote(str(self.folder))}"
         return f"jax-mpmd: what this rank did last could not be written to {self.folder}"
 
     def _pending(self) -> list[dict[str, object]]:

@@ -190,7 +190,7 @@ class StatusFile:
     """
 
     def __init__(self, path: pathlib.Path | None):
-        self._path = path
+        self._path, self._verdict, self._lock = path, None, threading.Lock()
 
     @property
     def exists(self) -> bool:
@@ -198,7 +198,7 @@ class StatusFile:
         return self._path is not None
 
     def write(self, board: Board, verdict: str | None = None) -> None:
-        """Replaces it by what the rank is at now, and the first line of the verdict."""
+        """Replaces it by what the rank is at now, and the first line of the verdict, which stays there."""
         if self._path is None:
             return
         wait, now = board.wait, time.time()
@@ -207,8 +207,8 @@ class StatusFile:
         }
         data["since"] = now - board.still_s
         data["waiting_for"] = wait and {"value": wait.what, "ranks": list(wait.ranks), "since": now - wait.for_s}
-        data["verdict"] = verdict
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
+            data["verdict"] = self._verdict = verdict or self._verdict
             temporary = self._path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(data))
+            temporary.write_text(json.dumps(data, ensure_ascii=False), "utf-8", errors="replace")
             temporary.replace(self._path)

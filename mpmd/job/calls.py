@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from mpmd.errors import ScheduleError
+from mpmd.errors import RankLostError, ScheduleError
 from mpmd.job.activity import Activity
 from mpmd.job.boards import PUBLISH_S
 from mpmd.job.disagreement import Disagreement, disagreement
@@ -68,6 +68,11 @@ class SharedCalls:
         self._compared = self._published = 0  # calls
         self._asked: tuple[int, float] | None = None  # the call whose notes differ, and since when that is known
         self._answered: int | None = None
+
+    @property
+    def num_compared(self) -> int:
+        """How many of them have been compared."""
+        return self._compared
 
     @property
     def is_asked(self) -> bool:
@@ -212,6 +217,25 @@ class Calls:
         """
         self.check()
         self._wait([s for s in self._streams.values() if ranks in (None, s.ranks)], 0)
+
+    def until_now(self) -> Callable[[], None]:
+        """What returns when all calls up to now have been compared, whatever is called meanwhile; for any thread.
+
+        It raises a ScheduleError if some differ, and a RankLostError if a rank was lost before.
+        """
+        made, epoch = [(stream, stream.count) for stream in self._streams.values()], self._epoch
+
+        def compare() -> None:
+            with self._waiting():
+                while any(stream.num_compared < count for stream, count in made) and self._found is None:
+                    self._turned.wait(PUBLISH_S)
+                    self._check_ranks()
+                    if self._epoch != epoch:
+                        raise RankLostError("mpmd: a rank was lost, and the processes have gone on since")
+            if self._found is not None:
+                raise ScheduleError(self._found.text)
+
+        return compare
 
     def check(self) -> None:
         """Raises what has been found."""

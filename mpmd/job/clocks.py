@@ -33,7 +33,7 @@ def offset(
     told = job.exchange("comparing clocks", kernel, ranks)
     lowest = min(told)
     apart = [r for r in told if r != lowest and (told[r] != told[lowest] or not told[r])]
-    number = job.new_number(ranks, "comparing clocks") if apart else 0
+    number = job.new_number(ranks, "comparing clocks", is_brief=True) if apart else 0
     found = Offset(0.0, 0.0)
     for rank in apart:
         if job.rank == lowest:

@@ -66,13 +66,18 @@ def stacks() -> list[tuple[str, list[str]]]:
     that runs can crash the process.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    with open(os.memfd_create("stacks"), "w+") as file:  # no folder need be writable
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read()
+    try:
+        with open(os.memfd_create("stacks"), "w+") as file:  # no folder need be writable
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            text = file.read()
+    except OSError:  # there are no descriptors left
+        return []
     found = []
     for part in text.split("\n\n"):
         head, *lines = part.strip().splitlines()
+        if "0x" not in head:  # of more than 100 threads it says nothing
+            continue
         name = names.get(int(head.split("0x", 1)[1].split()[0], 16), "a thread of JAX")
         if not name.startswith("mpmd-"):
             found.append((name, lines[::-1]))

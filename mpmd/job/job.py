@@ -147,13 +147,21 @@ class Job:
                 raise HangError(f"mpmd: lost the coordination service while {what}: {e}") from None
             return None
 
-    def new_number(self, ranks: Sequence[int], what: str, about: str = "", call: Note | None = None) -> int:
-        """A number that all of `ranks` get alike and that no other call gets."""
+    def new_number(
+        self, ranks: Sequence[int], what: str, about: str = "", call: Note | None = None, *, is_brief: bool = False
+    ) -> int:
+        """A number that all of `ranks` get alike and that no other call gets.
+
+        Args:
+          what, about, call: as of `exchange`.
+          is_brief: it is done with when the call returns. After half a million such calls it comes again.
+        """
         if self.is_apart:
             return 0
-        lowest = min(ranks)
-        mine = str(self.store.key_value_increment("mpmd/numbers", 1)) if self.rank == lowest else ""
-        return int(self.exchange(what, mine, ranks, about, call)[lowest])
+        lowest, counter = min(ranks), "mpmd/brief numbers" if is_brief else "mpmd/numbers"
+        mine = str(self.store.key_value_increment(counter, 1)) if self.rank == lowest else ""
+        number = int(self.exchange(what, mine, ranks, about, call)[lowest])
+        return number % wires.NUM_NUMBERS + wires.NUM_NUMBERS if is_brief else number
 
     @property
     def wire(self) -> wires.Wire:

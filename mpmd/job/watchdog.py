@@ -68,7 +68,7 @@ class Watchdog:
         self._door = door
         self.boards, self._black_box = boards, black_box
         self._num_ranks, self._activity, self._judge, self._serves = num_ranks, activity, judge, serves
-        self._is_ending = self._is_let_go = False
+        self._is_ending = self._is_let_go = self._has_failed = False
         self._stack: types.TracebackType | None = None
         self._threads: list[threading.Thread] = []
 
@@ -107,15 +107,25 @@ class Watchdog:
             before, woke_at = woke_at, time.monotonic()
             if woke_at - before > _PAUSED_S:
                 self.boards.forgive(woke_at - before)
-            views = self.boards.views()
-            self._black_box.note(views)
-            found = self.boards.verdict or self._judge.find(views)
-            if self._losses is not None:
-                found = self._after_losses(found, views)
-                if found is None and (slow := self._judge.straggler(views)) is not None:
-                    self._after_slowness(views, *slow)
-            if found is not None and time.monotonic() - woke_at < _PAUSED_S:  # else it may be old
-                self._end(views, *found)
+            try:
+                self._judge_once(woke_at)
+            except Exception:  # a rank that nobody judges could wait for ever
+                if not self._has_failed:
+                    traceback.print_exc()
+                self._has_failed = True
+                if self._is_ending:
+                    self._leave(VICTIM_STATUS)
+
+    def _judge_once(self, woke_at: float) -> None:
+        views = self.boards.views()
+        self._black_box.note(views)
+        found = self.boards.verdict or self._judge.find(views)
+        if self._losses is not None:
+            found = self._after_losses(found, views)
+            if found is None and (slow := self._judge.straggler(views)) is not None:
+                self._after_slowness(views, *slow)
+        if found is not None and time.monotonic() - woke_at < _PAUSED_S:  # else it may be old
+            self._end(views, *found)
 
     def _after_losses(self, found: tuple[int, str] | None, views: Mapping[int, View]) -> tuple[int, str] | None:
         """A verdict, once the launcher had time to say that another takes the place of the rank, which makes way."""

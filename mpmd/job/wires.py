@@ -24,6 +24,8 @@ from mpmd.job.spares import sever
 
 # Pieces of all steps of a program are numbered from its own number, shifted so far.
 NUMBER_BITS = 44
+# A transfer has a number of 64 bits. Half of them are for steps, the others for what is done with when it returns.
+NUM_NUMBERS = 1 << (63 - NUMBER_BITS)
 # Of a step whose microbatches have several shapes, a number of their order stands from here on.
 ORDER_BITS = 32
 # NCCL 2.30.7 hangs where programs of several groups send to each other, 2.31.2 does not (NVIDIA/jaxpp#11).

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +68,8 @@ def sum_once(
     """
     sharded = sharded.read(n.eqn for n in body.nodes)
     wanted = {v: _scattered_over(body, v, sharded) for v in _wanted(body, accumulators)}
-    nodes, partials = _in_parts(body, wanted, sharded)
+    whole = {acc.value for acc in accumulators}.difference(wanted)
+    nodes, partials = _in_parts(body, wanted, whole, sharded)
     after: list[compat.JaxprEqn] = []
     changed: list[Accumulator] = []
     for acc in accumulators:
@@ -101,13 +102,20 @@ def _scattered_over(body: Body, value: Atom, sharded: ShardedAxes) -> frozenset[
     return frozenset(n for v in same for axes in sharded.of(v) for n in axes)
 
 
-def _in_parts(body: Body, wanted: Wanted, sharded: ShardedAxes) -> tuple[list[Node], Mapping[Atom, "Partial"]]:
-    """The nodes of a body in which the `wanted` values are in parts where they can be, and these parts."""
+def _in_parts(
+    body: Body, wanted: Wanted, whole: Set[Atom], sharded: ShardedAxes
+) -> tuple[list[Node], Mapping[Atom, "Partial"]]:
+    """The nodes of a body in which the `wanted` values are in parts where they can be, and these parts.
+
+    Args:
+      whole: values that are reduced otherwise.
+    """
     place = {v: n.place for n in body.nodes if n.per_microbatch for v in n.eqn.outvars}
     summable = _summable(
         [n.eqn for n in body.nodes if n.per_microbatch],
         wanted,
         near=lambda v, eqn: place[v] is not None and place[v] == place[eqn.outvars[0]],
+        whole=whole,
     )
     sums = _Sums(sharded, summable, frozenset().union(*wanted.values()))
     nodes: list[Node] = []

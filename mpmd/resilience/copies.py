@@ -71,7 +71,7 @@ class Copies:
         self._names: list[str] = []
         self._signature: tuple | None = None
         self._layout: StateLayout | None = None
-        self._due: queue.Queue[tuple[int, StateLayout, Started] | None] = queue.Queue()
+        self._due: queue.Queue[tuple[int, StateLayout, Started, Callable[[], None]] | None] = queue.Queue()
         self._idle = threading.Event()
         self._idle.set()
         self._error: BaseException | None = None
@@ -94,7 +94,7 @@ class Copies:
             self._layout, self._signature = layout.plan(self._names, leaves, self._ranks.rank), signature
         assert self._layout is not None
         self._idle.clear()
-        self._due.put((step, self._layout, started(leaves, self._layout)))
+        self._due.put((step, self._layout, started(leaves, self._layout), self._ranks.calls_until_now()))
 
     def finish(self) -> None:
         """Returns when the last version is whole, or no more copies are made."""
@@ -144,12 +144,13 @@ class Copies:
                 del due
                 self._idle.set()
 
-    def _copy(self, step: int, layout: StateLayout, taken: Started) -> None:
+    def _copy(self, step: int, layout: StateLayout, taken: Started, compare_calls: Callable[[], None]) -> None:
         if self._step > self.whole:
             self._wait_for_others(self._step)
         if self._has_ended or self._step > self.whole:
             return
-        audits.settle(known=self._num_found)  # what a faulty device has computed must not count
+        compare_calls()  # what was made of calls that differ must not count
+        audits.settle(known=self._num_found)  # nor what a faulty device has computed
         about = dict(self._about, step=step)
         below = (self._about["call"], self.whole)
         data, header = None, ""

@@ -37,6 +37,8 @@ TOKEN = "MPMD_KEEPER_TOKEN"
 _NONCE = 32
 _LARGEST_MESSAGE = 1 << 30
 _BACKLOG = 1024
+_PROOF_S = 20.0  # in which who connects proves that it has the token
+_PAUSE_S = 0.2
 _MOST_DEATHS, _LONG_S = 3, 60.0  # children in a row that live for less: there is no room for what they are to keep
 
 Version = tuple[int, int]  # which call of `resilient` in the program, and the step whose result it is
@@ -57,7 +59,10 @@ def receive(connection: socket.socket) -> dict[str, Any]:
     (length,) = struct.unpack("!I", exactly(connection, bytearray(4)))
     if length > _LARGEST_MESSAGE:
         raise OSError(f"a message of {length} bytes")
-    return json.loads(exactly(connection, bytearray(length)))
+    try:
+        return json.loads(exactly(connection, bytearray(length)))
+    except ValueError as error:
+        raise OSError(f"no message: {error}") from None
 
 
 def ask(connection: socket.socket, what: str, **fields: object) -> dict[str, Any]:
@@ -200,9 +205,11 @@ class _Connection:
     def serve(self) -> None:
         try:
             nonce = secrets.token_bytes(_NONCE)
+            self._connection.settimeout(_PROOF_S)
             self._connection.sendall(nonce)
             if not hmac.compare_digest(exactly(self._connection, bytearray(32)), proof(self._token, nonce)):
                 return
+            self._connection.settimeout(None)
             while True:
                 message = receive(self._connection)
                 try:
@@ -274,7 +281,11 @@ class _Connection:
 
 def _accept(listener: socket.socket, memory: Memory, token: str) -> None:
     while True:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # there are no descriptors left
+            time.sleep(_PAUSE_S)
+            continue
         if listener.family != socket.AF_UNIX:
             keep_alive(connection)
         threading.Thread(target=_Connection(connection, memory, token).serve, daemon=True).start()

@@ -79,9 +79,11 @@ class Connection:
         """Sends what another host's keeper shall have too."""
         message = {"ask": "put", "nbytes": data.nbytes, "below": below, "about": about, "header": with_sum(header)}
         keeper.send(self._socket, message)
+        self._socket.settimeout(_LIMIT_S + data.nbytes / _FRESH_BYTES_PER_S)  # the first bytes wait for memory
         for start in range(0, data.nbytes, _CHUNK):
             self._socket.sendall(data.data[start : start + _CHUNK])
         keeper.answer(self._socket)
+        self._socket.settimeout(_LIMIT_S)
 
     def header(self, number: int) -> str:
         """The header of a record.

@@ -5,6 +5,7 @@ other leaves (numpy, numbers, arrays on devices of one process) are each process
 processes derive the same plan of the shared leaves.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
@@ -98,14 +99,24 @@ def describe(name: str, leaf: object) -> KeptLeaf:
         shape, dtype = keys.data_shape(leaf.shape, leaf.dtype), keys.data_dtype(leaf.dtype)
         key, weak = keys.implementation(leaf.dtype), bool(getattr(leaf, "weak_type", False))
         return KeptLeaf(name, OWN if is_own else SHARED, shape, dtype.name, key, weak)
-    if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
-        return KeptLeaf(name, NUMPY, leaf.shape, leaf.dtype.name)
+    if (type(leaf) is np.ndarray or isinstance(leaf, np.generic)) and (dtype := _text_of(leaf.dtype)) is not None:
+        return KeptLeaf(name, NUMPY, leaf.shape, dtype)
     if type(leaf) in _NUMBERS:
         return KeptLeaf(name, NUMBER, (), type(leaf).__name__)
+    what = f"{type(leaf).__name__}{f' of {leaf.dtype}' if isinstance(leaf, np.ndarray) else ''}"
     raise ValueError(
-        f"mpmd.resilient: {name} is a {type(leaf).__name__}; the leaves of a state are arrays, numbers and strings."
+        f"mpmd.resilient: {name} is a {what}; the leaves of a state are arrays, numbers and strings."
         "\n  Keep everything else outside of the state, in the function `body`."
     )
+
+
+def _text_of(dtype: np.dtype) -> str | None:
+    """A type of numpy as text: of bytes in another order, and of strings, as numpy writes it. None if none makes it."""
+    for text in (dtype.name, dtype.str):
+        with contextlib.suppress(TypeError):
+            if not dtype.hasobject and jax.numpy.dtype(text) == dtype:
+                return text
+    return None
 
 
 def signature(leaves: Sequence[Any]) -> tuple[Hashable, ...]:

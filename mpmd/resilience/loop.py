@@ -31,6 +31,7 @@ _POLL_S = 0.02
 # Losses of one rank, without a newer state between them, after which all start over.
 _MOST_LOSSES = 3
 _calls = 0
+_is_running = False
 
 
 @compat.api_boundary
@@ -79,10 +80,18 @@ def resilient(
     global _calls
     names = layout.names_of(state)
     num_steps, copies, every, start = _checked(body, names, state, num_steps, copies, every, start)
-    call, _calls = _calls, _calls + 1
+    with _one_at_a_time():
+        call, _calls = _calls, _calls + 1
+        return _loop(call, (num_steps, copies, every, start), body, state, names)
+
+
+def _loop(
+    call: int, numbers: tuple[int, ...], body: Callable[[int, Any], Any], state: Any, names: Sequence[str]
+) -> Any:
     own = keepers.own(os.environ, "127.0.0.1")
     job = joining.current()
     if job is None and own is None:
+        num_steps, _, _, start = numbers
         with _accounted(f"begins with step {start}") as begin_step:
             given = _Given(names, state)
             for i in range(start, num_steps):
@@ -90,9 +99,9 @@ def resilient(
                 state = given.next(body(i, state), i)
             audits.settle()
             return state
-    numbers = num_steps, copies, every, start
+    notice = Notice(os.environ)
     if job is None:
-        return _attempt(OnlyRank(), own, call, numbers, body, state, names)
+        return _attempt(OnlyRank(), own, call, numbers, body, state, names, notice)
     is_new, losses = job.is_apart, _Losses()
     is_used_up = is_new
     if call:
@@ -100,16 +109,35 @@ def resilient(
     with job.going_on():
         while True:
             try:
-                return _attempt(JobRanks(job), own, call, numbers, body, state, names, is_used_up, is_new, losses)
+                ranks = JobRanks(job)
+                return _attempt(ranks, own, call, numbers, body, state, names, notice, is_used_up, is_new, losses)
             except Exception as error:
                 if not job.has_lost(error):
                     raise
+                if not isinstance(error, HangError | jax.errors.JaxRuntimeError | OSError):
+                    raised = exits.error_text(error)
+                    say(f"rank {job.rank}: as a rank was lost, the step raised {raised}; it comes again")
             _say_lost(job)
             losses.note([taken.rank for taken in job.lost])
             if joining.give_up() and _speaks(job):
                 say("a save that was not finished is given up")
             job.go_on()
             is_used_up = True
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    global _is_running
+    if _is_running:
+        raise ValueError(
+            "mpmd.resilient: it is called in the body of another one, whose copies it would replace. Make one loop of"
+            " both, or a plain loop of the inner one."
+        )
+    _is_running = True
+    try:
+        yield
+    finally:
+        _is_running = False
 
 
 class _Losses:
@@ -145,6 +173,7 @@ def _attempt(
     body: Callable[[int, Any], Any],
     state: Any,
     names: Sequence[str],
+    notice: Notice,
     is_used_up: bool = False,
     is_new: bool = False,
     losses: _Losses | None = None,
@@ -167,7 +196,7 @@ def _attempt(
         first, begins = last + 1, f"goes on after step {last}, from memory"
         if losses is not None:
             losses.goes_on_after(last)
-    keeping, notice = meeting.copies(copies, last), Notice(os.environ)
+    keeping = meeting.copies(copies, last)
     heeded = contextlib.nullcontext() if keeping is None else notice.heeded()
     with _accounted(begins) as begin_step, heeded, _closing(keeping):
         for i in range(first, num_steps):
@@ -374,7 +403,7 @@ class _Meeting:
             raise HangError(
                 f"mpmd.resilient: a rank was lost, and no whole state lies in memory ({why}); the job starts over."
             )
-        if self._attempt or self._stored:
+        if self._attempt or any(record.call == self._call for record in self._stored):
             self._say(f"begins with step {start} and the given state: {why}")
         return None
 
@@ -443,6 +472,8 @@ class _Meeting:
                     return False
                 newest = min(kept(said, rank) for rank in range(self._ranks.num_ranks))
                 before = before or newest
+                if newest is not None and newest[1] >= self._last:  # none will be newer
+                    return False
                 self._ranks.check()
                 time.sleep(_POLL_S)
         except (HangError, jax.errors.JaxRuntimeError):  # a rank was lost, or the job ends

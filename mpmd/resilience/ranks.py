@@ -30,6 +30,10 @@ class Ranks(Protocol):
         """What each has published last."""
         ...
 
+    def calls_until_now(self) -> Callable[[], None]:
+        """What returns when all that the processes have called together up to now has been compared; for any thread."""
+        ...
+
     def waiting(self, what: str, ranks: Sequence[int]) -> AbstractContextManager:
         """While this process waits for others, for the report when they do not come."""
         ...
@@ -59,6 +63,9 @@ class JobRanks:
     def published(self) -> dict[int, str]:
         return {int(key.rsplit("/", 1)[1]): text for key, text in self._job.store.key_value_dir_get(self._folder)}
 
+    def calls_until_now(self) -> Callable[[], None]:
+        return self._job.calls.until_now()
+
     def waiting(self, what: str, ranks: Sequence[int]) -> AbstractContextManager:
         return self._job.activity.during("agreeing", what, ranks)
 
@@ -87,6 +94,9 @@ class OnlyRank:
 
     def published(self) -> dict[int, str]:
         return self._kept
+
+    def calls_until_now(self) -> Callable[[], None]:
+        return lambda: None
 
     def waiting(self, what: str, ranks: Sequence[int]) -> AbstractContextManager:
         return nullcontext()

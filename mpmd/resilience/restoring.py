@@ -20,6 +20,7 @@ from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box, part_boxes
 from mpmd.arrays.mesh import is_local
+from mpmd.arrays.reading import as_weak
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.resilience import layout
 from mpmd.resilience.keepers import Address, Connection
@@ -141,6 +142,8 @@ class Reading:
         for copy in sorted(copies, key=lambda copy: not self._connection(copy.keeper, errors)):
             with _noting(errors):
                 return read(copy)
+            if (connection := self._connections.pop(copy.keeper, None)) is not None:
+                connection.close()  # what it was asked may still come
         raise LostError(f"{what} can be read from none of {len(copies)} copies ({'; '.join(errors)})")
 
     def _connection(self, address: Address, errors: list[str]) -> bool:
@@ -192,7 +195,7 @@ def put(given: Any, about: KeptLeaf, data: Mapping[Box | None, Any]) -> Any:
     dtype: Any = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
     if not _is_placed(given):
         (value,) = data.values()
-        return keys.from_data(jnp.asarray(value.item() if about.weak and not value.ndim else value), dtype)
+        return as_weak(jnp.asarray(value)) if about.weak else keys.from_data(jnp.asarray(value), dtype)
 
     if isinstance(given, MpmdArray):
         given.delete()
@@ -213,7 +216,8 @@ def assembled(sharding: jax.sharding.Sharding, about: KeptLeaf, data: Mapping[Bo
     shape = keys.shape_of_data(about.shape, dtype)
     placed = keys.data_sharding(sharding, shape, dtype)
     if not isinstance(sharding, MpmdSharding):
-        return array(placed, about.shape, (0,) * len(about.shape))
+        found = array(placed, about.shape, (0,) * len(about.shape))
+        return as_weak(found) if about.weak else found
     parts = placed.local_parts(about.shape)
     arrays = {part.key: array(placed.group_sharding(part.group), part.shape, part.offset) for part in parts}
     return MpmdArray._unchecked(arrays, sharding, shape, dtype, about.weak)

@@ -65,7 +65,7 @@ def lost_text(records: Iterable[Stored], call: int) -> str:
     """Why no version is whole, in words."""
     mine = [record for record in records if record.call == call]
     if not mine:
-        return "no keeper has a copy"
+        return "no keeper has a copy" + ("" if not any(records) else " of this loop")
     newest = max(mine, key=lambda record: (record.step, record.attempt))
     same = [r for r in mine if (r.step, r.attempt) == (newest.step, newest.attempt)]
     missing = sorted(set(range(newest.num_ranks)) - {record.owner for record in same})

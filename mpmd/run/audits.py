@@ -226,6 +226,7 @@ class AuditedExecutor(Executor):
             {g: [f"rank {d.process_index}: {d}" for d in of_group] for g, of_group in devices.items()},
             call.found,
             self.job,
+            self._epoch,
         )
         bindings = with_added(
             self.bindings, own.places, plan.added, call.programs, plan.program, self.job, drawn.alike

@@ -79,7 +79,8 @@ def _gather(job: Job, names: Sequence[str], leaves: Sequence[jax.Array]) -> list
     ranks = range(job.num_ranks)
     types = dict(zip(names, map(placed_text, leaves), strict=True))
     call = note_of_tree("called mpmd.device_get", job.activity.step, types, {})
-    base = job.new_number(ranks, "mpmd.device_get", ", which every process must call", call) << NUMBER_BITS
+    about = ", which every process must call"
+    base = job.new_number(ranks, "mpmd.device_get", about, call, is_brief=True) << NUMBER_BITS
     job.calls.settle()
     with job.as_a_whole():
         arriving = _exchanged(job, leaves, base)

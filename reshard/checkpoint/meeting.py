@@ -12,7 +12,7 @@ import json
 import threading
 import time
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -29,6 +29,8 @@ from mpmd.observe import ledger
 # Those who wait look this often whether somebody has failed.
 _SLICE_MS = 500
 _MAX_SHOWN = 5
+# What was said in a call, or at a place, is forgotten so many later: threads may go on with one that has returned.
+_NUM_REMEMBERED = 64
 _MARK = "_mpmd_said"
 # How many calls those ranks have made together, since a rank was lost the last time: who is in its place has made none.
 _numbers: defaultdict[tuple[int, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
@@ -51,6 +53,8 @@ class SharedCall:
         self.place_read = ""
         self._compared: dict[str, str] = {}
         self._folder, self._epoch = "", 0
+        self._before = ""  # the folder of a call that is long over
+        self._places: deque[str] = deque(maxlen=_NUM_REMEMBERED + 1)
         self._counts: Counter[str] = Counter()
 
     @property
@@ -62,6 +66,7 @@ class SharedCall:
                 number = next(_numbers[epoch, self.ranks])
                 among = f"{zlib.crc32(repr(self.ranks).encode()):08x}{f'.{epoch}' if epoch else ''}"
                 self._folder = f"reshard/call/{among}/{number}"
+                self._before = f"reshard/call/{among}/{number - _NUM_REMEMBERED}" if number >= _NUM_REMEMBERED else ""
             return self._folder
 
     def place(self, key: str) -> str:
@@ -69,7 +74,16 @@ class SharedCall:
         folder = self.folder
         with _lock:
             self._counts[key] += 1
-            return f"{folder}/{key}/{self._counts[key]}"
+            self._places.append(f"{folder}/{key}/{self._counts[key]}")
+            return self._places[-1]
+
+    def forget(self) -> None:
+        """All have come to the last place: nobody asks what was said long before."""
+        with _lock:
+            before = [self._before, self._places[0] if len(self._places) > _NUM_REMEMBERED else ""]
+            self._before = ""
+        for folder in filter(None, before):
+            store().key_value_delete(f"{folder}/")
 
     def check(self) -> None:
         """Raises a RankLostError where a rank was lost since it began."""
@@ -184,6 +198,7 @@ class Meetings:
         call.publish()
         if store().key_value_increment(f"{place}/come", 1) == num:
             store().key_value_set(f"{place}/all", "")
+            call.forget()
             call.compare()
             return
         while True:

@@ -34,7 +34,7 @@ class WireCarrier:
         ranks = range(job.num_ranks)
         self.rank = job.rank
         self._job = job
-        number = job.new_number(ranks, "a reshard", ", which every process must call")
+        number = job.new_number(ranks, "a reshard", ", which every process must call", is_brief=True)
         self._numbers = itertools.count(number << NUMBER_BITS)
         self._coming: list[tuple[jax.Array, Sink, Box]] = []
         self._pairs: set[tuple[int, int]] = set()

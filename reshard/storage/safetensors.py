@@ -45,6 +45,7 @@ DTYPES: dict[str, np.dtype] = {
     "U64": np.dtype(np.uint64),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+METADATA = "__metadata__"  # no tensor has this name
 _MOST_HEADER_NBYTES = 32 << 20
 _MOST_AXES = 32
 _LONGEST_NAME = 4096
@@ -98,7 +99,7 @@ def _tensors(file: File) -> Iterator[Tensor]:
     entries = parse_json(header.decode("utf-8"))
     if not isinstance(entries, dict):
         raise ValueError("its header is not an object of JSON")
-    entries.pop("__metadata__", None)
+    entries.pop(METADATA, None)
     end = 0
     spans = sorted((_span(name, entry), name) for name, entry in entries.items())
     for (start, stop), name in spans:
@@ -163,7 +164,7 @@ def read_box(file: File, tensor: Tensor, box: Box) -> np.ndarray:
     descriptor, _ = _open(file)
     try:
         for i, offset in enumerate(offsets.tolist()):
-            _transfer(os.preadv, descriptor, view[i * run : (i + 1) * run], tensor.start + offset, file)
+            transfer(os.preadv, descriptor, view[i * run : (i + 1) * run], tensor.start + offset, file)
     finally:
         os.close(descriptor)
     return data
@@ -180,10 +181,10 @@ def write_box(descriptor: int, tensor: Tensor, box: Box, data: np.ndarray) -> No
     view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
     offsets, run = _runs(box, tensor.shape, tensor.dtype.itemsize)
     for i, offset in enumerate(offsets.tolist()):
-        _transfer(os.pwritev, descriptor, view[i * run : (i + 1) * run], tensor.start + offset, None)
+        transfer(os.pwritev, descriptor, view[i * run : (i + 1) * run], tensor.start + offset, None)
 
 
-def _transfer(
+def transfer(
     call: Callable[[int, list[memoryview], int], int], descriptor: int, view: memoryview, offset: int, file: File | None
 ) -> None:
     """Reads or writes all of it; the system may do less at a time."""
@@ -204,7 +205,7 @@ def header_of(
     """
     order = list(NAMES)
     ordered = sorted(tensors, key=lambda t: (-order.index(t[1]), t[0]))
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     placed, end = [], 0
     for name, dtype, shape in ordered:
         placed.append(Tensor(name, dtype, shape, end))

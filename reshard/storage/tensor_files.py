@@ -76,20 +76,25 @@ class TensorWriter:
     """The files of a folder, open for writing in a `with` block; several processes may have them open."""
 
     def __init__(self, folder: File, plan: TensorFiles):
+        self._folder, self._plan = folder, plan
         self._descriptors: list[int] = []
         self._places: dict[str, tuple[int, Tensor]] = {}
-        for name, (first, tensors) in plan.files.items():
-            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._descriptors.append(descriptor)
-            os.ftruncate(descriptor, len(first) + sum(tensor.nbytes for tensor in tensors))
-            os.pwrite(descriptor, first, 0)
-            self._places |= {tensor.name: (descriptor, tensor) for tensor in tensors}
 
     def write(self, name: str, box: Box, data: np.ndarray) -> None:
         """Writes a box of a tensor."""
         safetensors.write_box(*self._places[name], box, data)
 
     def __enter__(self) -> Self:
+        try:
+            for name, (first, tensors) in self._plan.files.items():
+                descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                self._descriptors.append(descriptor)
+                os.ftruncate(descriptor, len(first) + sum(tensor.nbytes for tensor in tensors))
+                safetensors.transfer(os.pwritev, descriptor, memoryview(first), 0, None)
+                self._places |= {tensor.name: (descriptor, tensor) for tensor in tensors}
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -117,6 +122,8 @@ def plan_folder(arrays: Iterable[Leaf], target: TensorTarget) -> TensorFiles:
             faults.append(f"{show(leaf.path)} has typed keys")
         elif dtype not in safetensors.NAMES:
             faults.append(f"{show(leaf.path)} is of {dtype}, which the format does not have")
+        elif name == safetensors.METADATA:
+            faults.append(f"{show(leaf.path)} has a name that the format keeps for itself")
         elif name in found:
             faults.append(f"{show(leaf.path)} would be a second tensor {name}")
         else:

@@ -61,6 +61,8 @@ def publish(name: str, tree: Any, version: int, *, address: str, token: str) -> 
     server, senders = _published[address]
     if server.token != token:
         raise ReshardError(f"publish: {address} was opened with another token.")
+    if name in senders and not senders[name].is_current:  # the others go on with who knows nothing of it
+        senders.pop(name).close()
     if name not in senders:
         senders[name] = _new_sender(name, job, ranks, server)
     senders[name].send(tree, None, version)

@@ -35,6 +35,7 @@ from scheduler.base.texts import first_of
 
 _PART_NBYTES = 16 << 20
 _WAIT_S = 1.0
+_PAUSE_S = 0.2
 _VERDICT_S = 45.0  # for the watchdog to say which process was lost, before this one says what it has seen
 
 
@@ -292,7 +293,10 @@ class Subscription:
             if not self._senders:
                 return None, why
             with self._waiting(f"a version of {self._what}", self._senders):
-                time.sleep(_VERDICT_S + (0.0 if self._job is None else self._job.hang_timeout_s or 0.0))
+                end = time.monotonic() + _VERDICT_S + (0.0 if self._job is None else self._job.hang_timeout_s or 0.0)
+                while self._job is not None and time.monotonic() < end:
+                    self._job.check()
+                    time.sleep(_PAUSE_S)
             return None, f"{SECONDHAND} a version: {why}"
 
     def _waiting(self, text: str, ranks: Sequence[int] = ()) -> AbstractContextManager:

@@ -42,7 +42,7 @@ class Sender:
     def __init__(self, what: str, job: Job | None, ranks: Sequence[int], folder: str, keeps_all: bool):
         self.shelf = Shelf()
         self._what, self._job, self._ranks, self._folder, self._keeps_all = what, job, tuple(ranks), folder, keeps_all
-        self._rank = 0 if job is None else job.rank
+        self._rank, self._epoch = 0 if job is None else job.rank, 0 if job is None else job.epoch
         self._last = -1
         self._signature: object = None
         self._description, self._layout = "", StateLayout((), (), 0)
@@ -90,6 +90,23 @@ class Sender:
         self._idle.clear()
         self._due.put(Shelved(version, self._description, values))
 
+    @property
+    def is_current(self) -> bool:
+        """Whether no rank was lost since it was made: others that were lost meanwhile do not know of it."""
+        return self._job is None or self._job.epoch == self._epoch
+
+    def check(self) -> None:
+        """Raises where a rank was lost.
+
+        Raises:
+            RankLostError: one was just now.
+            ReshardError: one was, and the others have gone on.
+        """
+        if self._job is not None:
+            self._job.check()
+        if not self.is_current:
+            raise ReshardError(f"{self._what}: a rank was lost since it was opened; open it anew, in all processes.")
+
     def close(self) -> None:
         """Ends the thread; nothing is sent after."""
         self._is_closed = True
@@ -113,11 +130,13 @@ class Sender:
             raise ReshardError(f"{self._what}: the tree does not fit:{''.join(faults)}")
 
     def _wait_until_idle(self) -> None:
+        self.check()
         if not self._idle.wait(_PATIENCE_S):
             others = [rank for rank in self._ranks if rank != self._rank]
             waiting = nullcontext() if self._job is None else self._job.activity.during("reading", self._what)
             with waiting:
                 while not self._idle.wait(1.0):  # in slices, so that Ctrl-C is heard
+                    self.check()
                     if self._job is not None and self.shelf.versions(self._last - 1, 0.0):  # else it is still computed
                         self._job.activity.waits_for(others)
         if self._error is not None:
@@ -148,6 +167,7 @@ class Sender:
             told = [int(text) for _, text in store.key_value_dir_get(self._folder)]
             if len(told) == len(self._ranks) and min(told) >= version:
                 return
+            self.check()
             time.sleep(_POLL_S)
 
 

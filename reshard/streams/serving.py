@@ -10,6 +10,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from reshard.streams.shelf import Shelf, Shelved
 
 # The other side is given so long to answer, or to take the next bytes.
 _LIMIT_S = 60.0
+_PAUSE_S = 0.2
 _CHUNK = 4 << 20
 _BLOCK, _ROW = 1 << 20, 16 << 10
 _FORMAT = 2  # of what is said and sent; another one whenever that changes
@@ -65,7 +67,7 @@ class ShelfServer:
     def __init__(self, host: str, port: int, token: str):
         self.token, self._run = token, secrets.token_hex(8)
         self._shelves: dict[str, tuple[Shelf, Sequence[str]]] = {}
-        self.bytes_sent = 0
+        self.bytes_sent, self._is_closed = 0, False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=1024)
         found = self._listener.getsockname()
@@ -78,16 +80,20 @@ class ShelfServer:
 
     def close(self) -> None:
         """Takes no more connections."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while not self._is_closed:
+            try:
                 connection, _ = self._listener.accept()
                 keeper.keep_alive(connection)
-                threading.Thread(target=self._serve, args=(connection,), name="mpmd-stream", daemon=True).start()
+            except OSError:  # it is closed, or there are no descriptors left
+                time.sleep(_PAUSE_S)
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="mpmd-stream", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError), contextlib.ExitStack() as at_end:

@@ -190,6 +190,14 @@ def test_log_files_hold_each_ranks_lines_without_prefix(tmp_path):
         assert f"[{rank}] out {rank}" in job.out and f"[{rank}] err {rank}" in job.err
 
 
+def test_a_log_that_cannot_grow_holds_no_rank_up(tmp_path):
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    program = python("for i in range(4000): print(i, 'x' * 60)")
+    status, job = run("-n", 1, "--log-dir", tmp_path, *program)
+    assert status == 0 and "[0] 3999 " in job.out
+    assert "No space left on device" in job.err
+
+
 def test_what_gloo_prints_when_processes_meet_is_left_out_and_nothing_else(tmp_path):
     line = "[Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3"
     others = [f"{line}!", f"-{line}", line.replace("3", "three"), line.split(".")[0]]

@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import threading
 
-from mpmd.job.boards import Boards
+from mpmd.job.boards import Boards, StatusFile
 from mpmd.job.spares import Taken
 from mpmd.job.verdict import Board
 
@@ -55,6 +56,19 @@ def test_a_process_whose_place_is_taken_is_not_heard_and_hears_so():
         boards.read()
     assert other.views()[1].board.pid == 102
     assert (old.newer, new.newer, other.newer) == (2, None, None)
+
+
+def test_what_the_launcher_reads_stays_whole_and_keeps_the_verdict(tmp_path):
+    status = StatusFile(tmp_path / "rank-0.json")
+    threads = [threading.Thread(target=status.write, args=(Board(0, doing="Größe"), v)) for v in [*[None] * 20, "no"]]
+    for thread in threads:
+        thread.start()
+        thread.join(0.001)
+    for thread in threads:
+        thread.join()
+    status.write(Board(0, doing="Größe"))
+    text = (tmp_path / "rank-0.json").read_text("utf-8")
+    assert json.loads(text)["verdict"] == "no" and "Größe" in text
 
 
 def test_a_verdict_counts_for_those_that_know_of_the_same_losses():

@@ -130,6 +130,26 @@ def test_killed_and_stopped_processes_are_started_again_and_an_error_has_all_sta
 
 
 @pytest.mark.slow
+def test_what_was_computed_of_data_that_differ_is_not_gone_on_with(environment, unbroken):
+    """Where the difference is found, and where a process is lost before that."""
+    faults = [{"attempt": attempt, "rank": 1, "step": 3 + attempt, "what": "data"} for attempt in (0, 1)]
+    faults += [kill(1, 0, 4, after_s=0.01)]
+    job = run(environment, *"-n 2 --cpu-devices 2 --restarts 2".split(), faults=faults)
+    assert end(job) == unbroken("1f1b", 4)[1]
+    assert re.search(r"ScheduleError: rank 1 gave other values of .*targets", job.err)
+    went_on = [int(step) for step in re.findall(r"goes on after step (\d), from memory", job.err)]
+    assert went_on[0] in (1, 2) and went_on[1] in (2, 3), went_on
+
+
+@pytest.mark.slow
+def test_a_notice_is_kept_in_mind_when_another_process_is_lost(environment, unbroken):
+    faults = [kill(0, 0, 3, signal.SIGTERM), kill(0, 1, 3, after_s=0.01)]
+    job = run(environment, *"-n 2 --cpu-devices 2 --restarts 2".split(), faults=faults)
+    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+    assert "rank 0 was told to end (SIGTERM)" in job.err
+
+
+@pytest.mark.slow
 def test_after_a_notice_no_step_is_computed_again(environment, unbroken):
     faults = [kill(0, 1, 3, signal.SIGTERM), kill(0, 0, 6, signal.SIGTERM, 0.01)]
     job = run(environment, *"-n 2 --cpu-devices 2 --restarts 2".split(), faults=faults)

@@ -27,12 +27,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import mpmd
 from mpmd import _jax_compat as compat
 from mpmd.arrays.boxes import Box, held_cells
-from mpmd.errors import RankLostError
+from mpmd.errors import RankLostError, ScheduleError
 from mpmd.job import joining, processes
 from mpmd.job.job import Job
 from mpmd.job.verdict import Board
 from mpmd.job.watchdog import Watchdog
-from mpmd.resilience import keepers, layout, loop, versions
+from mpmd.resilience import keepers, layout, loop, restoring, versions
 from mpmd.resilience.copies import Copies
 from mpmd.resilience.keeper import TOKEN
 from mpmd.resilience.keepers import Address
@@ -148,6 +148,13 @@ def test_the_programs_of_the_page_resilience_md_run(tmp_path):
                 "  Keep everything else outside of the state, in the function `body`."
             ),
         ),
+        (
+            (print, np.zeros(3, [("a", "i4"), ("b", "f4")]), 1),
+            (
+                "mpmd.resilient: state is a ndarray of [('a', '<i4'), ('b', '<f4')]; the leaves of a state are arrays,"
+                " numbers and strings.\n  Keep everything else outside of the state, in the function `body`."
+            ),
+        ),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
@@ -200,12 +207,15 @@ def everything():
         "keys": jax.random.split(jax.random.key(1), 3), "rbg": jax.random.key(2, impl="rbg"), "weak": jnp.asarray(2.0),
         "none": None, "empty": jnp.zeros((0, 3)), "numpy": np.arange(6).reshape(2, 3), "scalar": np.float32(0.1),
         "bool": True, "int": 1 << 100, "float": float("nan"), "text": "hé", "counter": 0, "sharded": sharded,
+        "weak axes": jnp.full((3,), 1.0), "weak and placed": jax.device_put(jnp.full((3,), 1.0), jax.devices()[1]),
+        "big-endian": np.array([1, 2, 3], ">i4"), "names": np.array(["a", "bcd"]), "date": np.datetime64("2026-01-02"),
     }  # fmt: skip
 
 
 def one_step(i, state):
     keys = jax.vmap(lambda key: jax.random.split(key)[1])(state["keys"])
-    numbers = {name: state[name] * 1.5 for name in ("bf16", "weak")} | {"numpy": state["numpy"] * 3 + i}
+    numbers = {name: state[name] * 1.5 for name in ("bf16", "weak", "weak axes", "weak and placed")}
+    numbers |= {"numpy": state["numpy"] * 3 + i, "big-endian": (state["big-endian"] + 1).astype(">i4")}
     return {**state, **numbers, "keys": keys, "counter": state["counter"] + jnp.int32(1)}
 
 
@@ -308,6 +318,29 @@ def test_a_state_of_another_kind_is_not_taken_for_the_one_that_is_kept(keeper, m
     assert capfd.readouterr().err == expected
 
 
+def test_a_state_that_was_computed_of_calls_that_differ_is_not_kept(keeper, monkeypatch):
+    """Its copy waits for the comparison, and says what that has found."""
+
+    class Differing(OnlyRank):
+        def calls_until_now(self):
+            def compare():
+                raise ScheduleError("rank 1 gave other values")
+
+            return compare if len(steps) == 3 else super().calls_until_now()
+
+    steps = []
+    monkeypatch.setattr(loop, "OnlyRank", Differing)
+    with pytest.raises(ScheduleError, match="rank 1 gave other values"):
+        again(monkeypatch, lambda i, x: (steps.append(i), x + 1)[1], np.int64(0), 6, attempt=0)
+    assert {record["step"] for record in keeper.records()} == {0, 1}
+
+
+def test_a_loop_in_the_body_of_another_one_is_refused(keeper):
+    with pytest.raises(ValueError, match=r"mpmd\.resilient: it is called in the body of another one"):
+        mpmd.resilient(lambda i, x: mpmd.resilient(lambda j, y: y, x, 2), np.int64(0), 2)
+    assert mpmd.resilient(lambda i, x: x + 1, 0, 2) == 2
+
+
 def test_states_are_kept_every_so_many_steps_and_at_the_end(keeper, monkeypatch):
     again(monkeypatch, lambda i, x: x + 1, np.zeros(3), 8, attempt=0, every=3, start=1)
     assert [r["step"] for r in keeper.records()] == [5, 7]
@@ -400,6 +433,23 @@ def test_a_host_whose_keeper_was_lost_goes_on_keeping_with_another_one(keeper, c
         meeting._end(Board(0), 9)
 
 
+def test_a_connection_that_was_late_with_an_answer_is_not_asked_again(keeper, monkeypatch):
+    """What it says then would be taken for the answer to the next question; the other copy is read."""
+    closed, records = [], [[Stored(0, 0, 0, 0, 1, keeper, 1) for keeper in (A, B)]]
+
+    def header(number):
+        raise TimeoutError("timed out")
+
+    header_of = {A: header, B: lambda number: json.dumps({"leaves": [], "pieces": [], "numbers": {}})}
+
+    def connect(address):
+        return Mock(shares_memory=address == A, header=header_of[address], close=lambda: closed.append(address))
+
+    reading = restoring.Reading(Mock(records=records), 0, 1, connect)
+    assert reading.load([], []) == []
+    assert closed == [A, B]  # B when all has been read
+
+
 def test_a_connection_without_the_token_is_refused(keeper):
     own = keepers.own(os.environ, "127.0.0.1")
     assert own is not None
@@ -438,7 +488,8 @@ def test_a_version_is_whole_when_some_keeper_has_a_record_of_each_rank():
     (version,) = versions.whole(records, 0)
     assert (version.step, version.records) == (5, ((kept(A, 5, 0), kept(B, 5, 0)), (kept(A, 5, 1),)))
     assert versions.lost_text(records, 0) == "of the state after step 6 every copy of rank 1 is lost"
-    assert versions.lost_text(records, 2) == "no keeper has a copy"
+    assert versions.lost_text(records, 2) == "no keeper has a copy of this loop"
+    assert versions.lost_text([], 2) == "no keeper has a copy"
 
 
 def test_records_of_two_attempts_are_never_mixed():

@@ -6,10 +6,12 @@ import resource
 import shutil
 import time
 
+import numpy as np
 import pytest
-from folders import CONFIG, abstract, expected, llama, write_folder
+from folders import CONFIG, abstract, expected, llama, random, write_folder
 
 import reshard
+from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.__main__ import main
 from reshard.checkpoint import TensorFormat
@@ -150,6 +152,30 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder, monkeypatch):
     monkeypatch.setattr(reshard.checkpoint, "read_parts", shrunk)
     with pytest.raises(ReshardError, match=r"cannot be read: .*it has become shorter while it was read"):
         reshard.restore(folder, abstract(wanted), mapping="llama")
+
+
+def test_a_folder_that_cannot_be_begun_leaves_no_file_open_and_half_a_header_is_none(tmp_path, monkeypatch):
+    plan = tensor_files.plan_files([(f"w{i}", np.dtype(np.float32), (64,)) for i in range(3)], file_nbytes=256)
+    count = len(os.listdir("/proc/self/fd"))
+    (tmp_path / "model-00003-of-00003.safetensors").mkdir()
+    with pytest.raises(IsADirectoryError), tensor_files.TensorWriter(tmp_path, plan):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == count
+    write = os.pwritev  # the system may write less than it is given
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: write(fd, [buffers[0][:5]], offset))
+    (tmp_path / "whole").mkdir()
+    with tensor_files.TensorWriter(tmp_path / "whole", plan) as writer:
+        for i in range(3):
+            writer.write(f"w{i}", Box.whole((64,)), random((64,), seed=i))
+    for i in range(3):
+        data = (tmp_path / "whole" / f"model-0000{i + 1}-of-00003.safetensors").read_bytes()
+        assert json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])[f"w{i}"]["shape"] == [64]
+        np.testing.assert_array_equal(np.frombuffer(data[-256:], np.float32), random((64,), seed=i))
+
+
+def test_a_name_that_the_format_keeps_for_itself_is_refused(tmp_path):
+    with pytest.raises(ReshardError, match=r"__metadata__.* has a name that the format keeps for itself"):
+        reshard.checkpoint.save(tmp_path / "x", {"__metadata__": np.zeros(3, np.float32)}, tensors=TensorFormat())
 
 
 def test_half_an_export_looks_like_none(folder, tmp_path, monkeypatch, capsys):

@@ -33,6 +33,7 @@ PAUSE_S = [0.005]  # of a device, in each task of a stage, where some process is
 NUMBER = int(os.environ.get("MPMD_PROCESS_ID", "0"))
 ATTEMPT = int(os.environ.get("MPMD_ATTEMPT", "0"))
 WRONG = [False]
+OTHER = [False]  # this process reads another batch, once
 LIES = [False]  # a bit of what it holds is about to change
 
 
@@ -113,6 +114,8 @@ def begin(fault: dict) -> None:
             with open(f"/proc/{pid}/stat") as file:
                 parent = int(file.read().rpartition(")")[2].split()[1])
             os.kill(parent if fault.get("for_good") else pid, signal.SIGKILL)
+        case "data":
+            OTHER[0] = True
         case "raise":
             raise RuntimeError("as was asked for")
         case "flip":  # from here on, its device computes wrong
@@ -218,7 +221,8 @@ def main() -> None:
         for fault in faults:
             if fault["step"] == i:
                 begin(fault)
-        train, metrics = step(state["train"], batch_at(i))
+        batch, OTHER[0] = batch_at(i + 100 * OTHER[0]), False
+        train, metrics = step(state["train"], batch)
         lose_bit(train)
         if gathers:
             gather(gathers, i)
