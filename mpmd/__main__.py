@@ -23,7 +23,7 @@ from jax.sharding import AxisType
 
 import mpmd
 import scheduler
-from mpmd.api import jit
+from mpmd.api import Jitted, jit
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.targets import Target
 from mpmd.arrays.topology import topology_mesh
@@ -304,7 +304,18 @@ def _made(where: str, mesh: MpmdMesh, wanted: dict[str, Any], function: Callable
         raise ValueError(f"{where} returned {kinds or 'nothing'}, expected (step, abstract arguments).")
     step, arguments = made
     arguments = tuple(arguments) if isinstance(arguments, (tuple, list)) else (arguments,)
-    return (step if hasattr(step, "lower") else jit(step, mpmd_mesh=mesh)), arguments
+    if isinstance(step, Jitted):
+        if step.mpmd_mesh != mesh:
+            raise ValueError(
+                f"{where} returned a step for {step.mpmd_mesh}; expected one for the mesh that it is given."
+            )
+        return step, arguments
+    if hasattr(step, "lower"):
+        raise ValueError(
+            f"{where} returned a step of {type(step).__module__.partition('.')[0]}; expected mpmd.jit(step,"
+            " mpmd_mesh=mesh), or the function itself."
+        )
+    return jit(step, mpmd_mesh=mesh), arguments
 
 
 def _check_takes(function: Callable, where: str, names: Iterable[str]) -> None:
@@ -353,7 +364,8 @@ def _loaded(where: str) -> Callable:
     name, _, function = where.rpartition(":")
     path = Path(name)
     if not name or not path.is_file():
-        raise FileNotFoundError(f"{where!r} names no file; expected FILE.py:FUNCTION.")
+        fault = "names no function" if Path(where).is_file() else "names no file"
+        raise FileNotFoundError(f"{where!r} {fault}; expected FILE.py:FUNCTION.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

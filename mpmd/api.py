@@ -324,6 +324,14 @@ class Jitted:
         key = call.key, tuple((x.path, x.tree) for x in xs)
         return self._bucketed[key], Bucketing(read, self._trace, self._asked[key]), call
 
+    @property
+    def mpmd_mesh(self) -> MpmdMesh:
+        """The mesh that it runs on."""
+        return self._mesh
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Jitted":
+        return self  # as a function is its own copy
+
     def clear_cache(self) -> None:
         """Forgets what was traced and compiled, as that of a function of `jax.jit` does."""
         self._cache.clear()

@@ -1,7 +1,8 @@
 """A task, and what a schedule promises: one order of tasks for each group of devices."""
 
+import operator
 import re
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, SupportsIndex
 
 Kind = Literal["F", "B", "I", "W", "R"]
 Orders = tuple[tuple["Task", ...], ...]
@@ -106,6 +107,7 @@ def check_schedule(owner: str, schedule: object) -> None:
 
 def check_count(owner: str, name: str, value: object, at_least: int = 1) -> int:
     """``value`` if it is a whole number that is large enough, else a ValueError that names the argument."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+    number = operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else None
+    if number is None or number < at_least:
         raise ValueError(f"{owner}: {name} is {value!r}; expected a whole number of at least {at_least}.")
-    return value
+    return number

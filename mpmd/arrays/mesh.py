@@ -117,6 +117,9 @@ class MpmdMesh:
         _in_use[id(mesh)] = mesh
         return mesh
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "MpmdMesh":
+        return self  # devices have no copies, and nothing changes it
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True

@@ -62,8 +62,8 @@ class Machine:
         at_least_zero = {"latency": self.latency_s, "launch": self.launch_s}
         faults = [f"{name} is {x}" for name, x in above_zero.items() if not x > 0]
         faults += [f"{name} is {x}" for name, x in at_least_zero.items() if not x >= 0]
-        if self.taken_fraction > 1:
-            faults.append(f"memory fraction is {self.taken_fraction}")
+        fractions = (name for name in above_zero if name.endswith(("efficiency", "fraction")))
+        faults += [f"{name} is {above_zero[name]}" for name in fractions if above_zero[name] > 1]
         if faults:
             raise ValueError(f"a machine cannot be like this: {', '.join(faults)}.")
 

@@ -9,7 +9,7 @@ from scheduler.errors import ScheduleError
 from scheduler.optimize.bounds import lower_bound
 from scheduler.schedules.list_scheduling import Problem
 from scheduler.task import Schedule, check_schedule
-from scheduler.timing.costs import Costs
+from scheduler.timing.costs import Costs, check_costs
 from scheduler.timing.replay import Replay
 from scheduler.timing.simulate import peaks
 
@@ -54,6 +54,7 @@ def order_microbatches(
         (65.0, 55.0)
     """
     check_schedule("order_microbatches", schedule)
+    check_costs("order_microbatches", costs)
     if not costs.microbatches:
         raise ValueError("order_microbatches: costs has no microbatches; give the costs of each one.")
     limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * schedule.num_groups

@@ -290,3 +290,9 @@ def _check_names(given: Mapping[str, object]) -> None:
     known = {one.name for one in fields(Costs)}
     if unknown := sorted(set(given) - known):
         raise ValueError(f"Costs: unknown names {unknown}; expected some of {sorted(known)}, or a Chrome trace.")
+
+
+def check_costs(owner: str, costs: object) -> None:
+    """Raises a ValueError that names the argument if these are no costs."""
+    if not isinstance(costs, Costs):
+        raise ValueError(f"{owner}: costs is {costs!r:.60}; expected scheduler.Costs(...).")

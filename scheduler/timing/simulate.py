@@ -5,9 +5,9 @@ from operator import add
 
 from scheduler.base.collector import without_collection
 from scheduler.ordering import recomputing
-from scheduler.task import Kind, Orders, Pairs, Reads, Schedule, Task, check_schedule, reads_of
+from scheduler.task import Kind, Orders, Pairs, Reads, Schedule, Task, check_count, check_schedule, reads_of
 from scheduler.timing.clock import Clock
-from scheduler.timing.costs import Costs
+from scheduler.timing.costs import Costs, check_costs
 from scheduler.timing.timeline import Timeline
 
 
@@ -35,8 +35,10 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
         (33.0, (4, 3, 2, 1))
     """
     check_schedule("simulate", schedule)
+    check_count("simulate", "num_microbatches", num_microbatches)
+    check_costs("simulate", costs := Costs() if costs is None else costs)
     with without_collection():
-        every = (costs or Costs()).of_microbatches(num_microbatches)
+        every = costs.of_microbatches(num_microbatches)
         again = _flat(every, Costs.per_stage, "recompute", schedule.num_stages)
         stages = {at // num_microbatches for at, seconds in enumerate(again) if seconds}
         orders = recomputing(schedule, num_microbatches, schedule.orders(num_microbatches), stages)

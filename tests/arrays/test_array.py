@@ -393,4 +393,8 @@ def test_everything_that_does_not_fit_is_named_at_once(mesh):
 def test_a_weakly_typed_array_stays_so(mesh):
     x = put(jnp.asarray(2.0), mesh, 0)
     assert x.weak_type == x.array_in(0).weak_type
+    weak = mpmd.jit(lambda: jnp.full((2,), 1.5), mpmd_mesh=mesh, out_shardings=mpmd.MpmdSharding(mesh, 0))()
+    half = jnp.full((2,), 1 / 3, jnp.bfloat16)
+    assert weak.weak_type and (weak * half).dtype == jnp.bfloat16 and (half - weak).dtype == jnp.bfloat16
+    assert (weak * 1.01).weak_type and (-weak)[0].weak_type
     assert MpmdArray._unchecked({}, x.mpmd_sharding, (), np.dtype(np.float32), True).weak_type

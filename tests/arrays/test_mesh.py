@@ -1,5 +1,6 @@
 """Groups of a mesh, and shardings over them, on Explicit, Auto and mixed axes alike."""
 
+import copy
 import dataclasses
 
 import jax
@@ -206,3 +207,11 @@ def test_a_spec_is_checked_against_the_groups_that_hold_the_array_alone():
     assert MpmdSharding(mesh, 1, P("model")).group_sharding(1).spec == P("model")
     with pytest.raises(ValueError, match="group 0 has axes 'data', but no 'model'"):
         MpmdSharding(mesh, {0, 1}, P("model"))
+
+
+def test_a_copy_of_a_configuration_has_the_same_mesh_and_step():
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
+    configuration = {"mesh": mesh, "step": mpmd.jit(lambda x: x + 1, mpmd_mesh=mesh), "lists": [1]}
+    found = copy.deepcopy(configuration)
+    assert found["mesh"] is mesh and found["step"] is configuration["step"] and found["step"].mpmd_mesh is mesh
+    assert found["lists"] is not configuration["lists"]

@@ -540,3 +540,22 @@ def test_no_task_sums_over_rows_beside_tensor_parallelism(sequence, scanned, sch
     if not scanned and not sequence:
         written = _compiled(_step(loss, schedule, mpmd.Mean(once=False)), params, batch, mesh, in_shardings=specs)
         assert _across_rows(written)
+
+
+@pytest.mark.parametrize("operation", [mpmd.Concat, mpmd.Max], ids=lambda operation: operation.__name__)
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_a_value_that_is_a_term_of_a_sum_and_reduced_otherwise_is_whole(kind, operation):
+    """An auxiliary loss that is logged too: its parts would do for the sum alone."""
+
+    def loss(w, x):
+        aux = jnp.mean((_put(x, "data", None) @ w) ** 2)
+        return aux + jnp.mean(jnp.tanh(x @ w)), aux
+
+    def step(w, xs):
+        return mpmd.treduce(lambda x: loss(w, x), xs, schedule="1f1b", operation=(mpmd.Add, operation))
+
+    mesh = mpmd.MpmdMesh(jax.make_mesh((1, 2), ("stage", "data"), axis_types=(kind,) * 2), "stage")
+    w, xs = normal(jax.random.key(0), WIDTH, WIDTH), normal(jax.random.key(1), 3, ROWS, WIDTH)
+    got = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=(None, P(None, "data")))(w, xs)
+    for a, b in zip(got, jax.jit(step)(w, xs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)

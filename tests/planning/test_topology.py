@@ -183,6 +183,10 @@ import jax, mpmd
 def fine(mesh): return (lambda x: x * 2), (jax.ShapeDtypeStruct((4,), "float32"),)
 def failing(mesh): return {}["layers"]
 def other(mesh): return 3
+def of_jax(mesh): return jax.jit(lambda x: x * 2), (jax.ShapeDtypeStruct((4,), "float32"),)
+def elsewhere(mesh):
+    cpus = mpmd.MpmdMesh(jax.make_mesh((1,), ("stage",), devices=jax.devices("cpu")[:1]), "stage")
+    return mpmd.jit(lambda x: x * 2, mpmd_mesh=cpus), (jax.ShapeDtypeStruct((4,), "float32"),)
 def unequal(mesh): return (lambda x, y: x @ y), (jax.ShapeDtypeStruct((4,), "float32"),)
 """
 
@@ -191,7 +195,8 @@ def unequal(mesh): return (lambda x, y: x @ y), (jax.ShapeDtypeStruct((4,), "flo
     ("file", "function", "options", "message"),
     [
         (None, "fine", "", "'{file}:fine' names no file; expected FILE.py:FUNCTION."),
-        (STEPS, "nope", "", "{file} has no function 'nope'. It has fine, failing, other, unequal."),
+        (STEPS, "nope", "", "{file} has no function 'nope'. It has fine, failing, other, of_jax, elsewhere, unequal."),
+        (STEPS, "fine", "--matrix-efficiency 2", "a machine cannot be like this: matrix efficiency is 2.0."),
         ("def f(mesh:", "f", "", "loading {file}:f raised SyntaxError in line 1: '(' was never closed"),
         ("import no_such_module", "f", "", "loading {file}:f raised ModuleNotFoundError in line 1: No module named"),
         ("raise SystemExit(0)", "f", "", "loading {file}:f raised SystemExit in line 1: 0"),
@@ -206,6 +211,8 @@ def unequal(mesh): return (lambda x, y: x @ y), (jax.ShapeDtypeStruct((4,), "flo
         (STEPS, "fine", "--costs nowhere", "[Errno 2] No such file or directory: 'nowhere'"),
         with_plugin(STEPS, "failing", "", "calling {file}:failing raised KeyError in line 4: 'layers'"),
         with_plugin(STEPS, "other", "", "{file}:other returned int, expected (step, abstract arguments)."),
+        with_plugin(STEPS, "of_jax", "", "{file}:of_jax returned a step of jaxlib; expected mpmd.jit(step, mpmd_mesh"),
+        with_plugin(STEPS, "elsewhere", "", "{file}:elsewhere returned a step for MpmdMesh('stage': 1; 1 group along"),
         with_plugin(STEPS, "unequal", "", "lowering the step of {file}:unequal raised TypeError"),
         with_plugin(STEPS, "fine", "--schedule 1f1b", "{file}:fine takes no argument schedule"),
     ],

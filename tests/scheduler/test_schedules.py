@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ from scheduler import (
     check,
     lower,
     merge,
+    order_microbatches,
     simulate,
 )
 from scheduler.ordering import order_faults
@@ -224,6 +226,16 @@ def test_fused_pairs_are_neighbours_of_the_two_stages_of_a_group():
             lambda: KimiK2(7, 2),
             "KimiK2: num_stages is 7 and num_groups 2; every group needs the same number of stages. Use 8 stages.",
         ),
+        (lambda: OneFOneB(np.int64(0)), "OneFOneB: num_stages is np.int64(0); expected a whole number of at least 1."),
+        (
+            lambda: simulate(OneFOneB(2), 2.5),
+            "simulate: num_microbatches is 2.5; expected a whole number of at least 1.",
+        ),
+        (lambda: simulate(OneFOneB(2), 2, {}), "simulate: costs is {}; expected scheduler.Costs(...)."),
+        (
+            lambda: order_microbatches(OneFOneB(2), None),
+            "order_microbatches: costs is None; expected scheduler.Costs(...).",
+        ),
         (lambda: OneFOneB(2).orders(0), "OneFOneB: num_microbatches is 0; expected a whole number of at least 1."),
         (
             lambda: InterleavedOneFOneB(8, 4).orders(6),
@@ -245,3 +257,4 @@ def test_wrong_numbers_are_refused_with_advice(make, message):
     with pytest.raises(ValueError) as error:
         make()
     assert str(error.value) == message
+    assert OneFOneB(np.int64(2)) == OneFOneB(2)
