@@ -107,7 +107,7 @@ class Bindings:
       places: of each instruction, its position in the order of `scheduler.merge`.
     """
 
-    instructions: tuple[BoundInstruction, ...]
+    instructions: Sequence[BoundInstruction]
     template: list[Any]
     inputs: list[list[tuple[int, int]]]
     outputs: list[list[tuple[int, int]]]

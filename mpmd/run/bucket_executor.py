@@ -11,9 +11,8 @@ import dataclasses
 import functools
 import itertools
 import zlib
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from mpmd.job.notes import Note, Values
 from mpmd.run.agreement import Announcement
 from mpmd.run.bindings import Bindings, BoundBuckets, BoundInstruction
 from mpmd.run.executor import Executor, Instruction
-from mpmd.run.turns import NUM_KINDS, Sums
+from mpmd.run.turns import NUM_KINDS, Change, Sums, reading
 from mpmd.tracing.trace import Trace
 from scheduler import Program, Value
 from scheduler.base.bounded import BoundedDict
@@ -40,8 +39,7 @@ Permutations = tuple[tuple[int, ...] | None, ...]
 NUM_ORDERS = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class MicrobatchArray:
+class MicrobatchArray(NamedTuple):
     """One array of one microbatch.
 
     Attributes:
@@ -56,20 +54,45 @@ class MicrobatchArray:
     sharding: MpmdSharding
 
 
-class _Bound(NamedTuple):
-    """Instructions, and as the executor walks them."""
+class _Picked(Sequence[BoundInstruction]):
+    """The instructions of a call, each of which is looked up when it is asked for: most calls ask for none.
 
-    instructions: list[BoundInstruction]
-    walked: list[Instruction]
+    Args:
+      table: objects; those of all buckets, by what says which one is picked, and by place.
+      picks: for each place, which one.
 
-    @classmethod
-    def of(cls, instructions: Iterable[BoundInstruction]) -> "_Bound":
-        kept = list(instructions)
-        return cls(kept, [_walked(b, k) for k, b in enumerate(kept)])
+    Attributes:
+      places: those that the call has.
+      walked: as the executor walks them.
+    """
 
-    def put(self, k: int, b: BoundInstruction) -> None:
-        """Another instruction in the place of one."""
-        self.instructions[k], self.walked[k] = b, _walked(b, k)
+    def __init__(self, table: np.ndarray, walked: np.ndarray, picks: Sequence[np.ndarray], places: np.ndarray):
+        self._table, self._picks, self.places = table, picks, places
+        self._changed: dict[int, BoundInstruction] = {}  # by place
+        found = walked[(*(pick[places] for pick in picks), places)].tolist()
+        self._is_whole = len(places) == table.shape[-1]
+        self.walked: list[Instruction] = found if self._is_whole else [(*w[:5], n) for n, w in enumerate(found)]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, number: int) -> BoundInstruction: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[BoundInstruction]: ...
+    def __getitem__(self, number: int | slice) -> BoundInstruction | list[BoundInstruction]:
+        if isinstance(number, slice):
+            return [self.at(place) for place in self.places[number]]
+        return self.at(self.places[number])
+
+    def at(self, place: int) -> BoundInstruction:
+        """The one in some place."""
+        return self._changed.get(place) or self._table[(*(pick[place] for pick in self._picks), place)]
+
+    def put(self, place: int, b: BoundInstruction) -> None:
+        """Another instruction in some place that the call has."""
+        number = place if self._is_whole else int(np.searchsorted(self.places, place))
+        self._changed[place], self.walked[number] = b, _walked(b, number)
 
 
 class _Prepared(NamedTuple):
@@ -85,7 +108,7 @@ class _Prepared(NamedTuple):
     instructions: list[Instruction]
     arguments: tuple[list[str], list[compat.Aval]]
     number: int
-    kept: Sequence[int]
+    kept: np.ndarray
 
 
 class BucketExecutor(Executor):
@@ -112,7 +135,6 @@ class BucketExecutor(Executor):
         self._order: Order = ()
         self._permutations: Permutations = ()
         self._kept: BoundedDict[tuple[Order, Permutations], _Prepared] = BoundedDict(NUM_ORDERS)
-        self._own: dict[int, dict[int, list[int]]]  # per list and microbatch, the positions of its instructions
         self._twofold: dict[int, tuple[tuple[int, int], tuple[int, int]]]  # by position, the microbatches of two tasks
         super().__init__(*buckets[0], whole)
         self._of_step = self._arguments
@@ -127,16 +149,14 @@ class BucketExecutor(Executor):
             assert len(other.instructions) == len(first.instructions) and other.num_pieces == first.num_pieces
         loops = {edge.name: n for n, p in enumerate(programs.loops) for edge in loop_graph(p.loop).edges}
         self._number_of = np.zeros(len(first.instructions), np.intp)  # per instruction, that of its microbatch
-        self._own, self._twofold = defaultdict(dict), {}
+        self._twofold = {}
         numbers: dict[tuple[int, int] | None, int] = {None: 0}
         for k, b in enumerate(first.instructions):
             places = self._microbatches(b, loops)
             self._number_of[k] = numbers.setdefault(places[0] if places else None, len(numbers))
-            for xs, microbatch in places[:1]:
-                self._own[xs].setdefault(microbatch, []).append(k)
             if len(places) == 2:
                 self._twofold[k] = places[0], places[1]
-        self._numbered, self._places = list(numbers), np.arange(len(first.instructions))
+        self._numbered, self._groups = list(numbers), [b.group for b in first.instructions]
         self._sums = Sums(self._bound_buckets, self._list_of)
         of_microbatches = self._bound_buckets.slots.of_microbatches
         frees = [tuple(slot for slot in b.frees if slot not in of_microbatches) for b in first.instructions]
@@ -158,8 +178,9 @@ class BucketExecutor(Executor):
             for bindings, (programs, _) in zip(self._bound_buckets.of, self._buckets, strict=True):
                 bindings.finish()
                 programs.compiler.release()
-            all_bound = [_Bound.of(bindings.instructions) for bindings in self._bound_buckets.of]
-            self._tables = [np.stack([np.fromiter(own, object) for own in of]) for of in zip(*all_bound, strict=True)]
+            instructions = [bindings.instructions for bindings in self._bound_buckets.of]
+            walked = [[_walked(b, k) for k, b in enumerate(own)] for own in instructions]
+            self._tables = _table(instructions), _table(walked)
             self._is_finished = True
 
     def take(self, order: Order, permutations: Permutations, arrays: Sequence[MicrobatchArray]) -> None:
@@ -173,9 +194,8 @@ class BucketExecutor(Executor):
             vars(self).pop(name, None)
 
     def _call_of(self, order: Order, permutations: Permutations, arrays: Sequence[MicrobatchArray]) -> _Prepared:
-        later = {k for xs, own in self._own.items() for m in own if m >= len(order[xs]) for k in own[m]}
         first, local, slots = self._bound_buckets.of[0], self._programs.mesh.local_groups, self._bound_buckets.slots
-        bound, template, key = self._picked(order, permutations, later), self._bound_buckets.template, repr(order)
+        picked, template, key = self._picked(order, permutations), self._bound_buckets.template, repr(order)
         if any(permutations):
             template, key = self._numbered_anew(permutations), repr((order, permutations))
         inputs = [[] if i in self._absent else where for i, where in enumerate(first.inputs)]
@@ -183,46 +203,51 @@ class BucketExecutor(Executor):
             value = Value(a.argument, a.microbatch)
             groups = [g for g in a.sharding.groups if g in local and slots.has(g, value)]
             inputs.append([(g, slots.of(g, value)) for g in groups])
-        (names, avals), every = self._of_step, range(len(first.instructions))
+        names, avals = self._of_step
         return _Prepared(
-            dataclasses.replace(
-                self.bindings, instructions=tuple(bound.instructions), inputs=inputs, template=template
-            ),
-            bound.walked,
+            dataclasses.replace(self.bindings, instructions=picked, inputs=inputs, template=template),
+            picked.walked,
             ([*names, *(a.name for a in arrays)], [*avals, *(a.aval for a in arrays)]),
             zlib.crc32(key.encode()),
-            [k for k in every if k not in later] if later else every,
+            picked.places,
         )
 
-    def _picked(self, order: Order, permutations: Permutations, later: Set[int]) -> _Bound:
+    def _picked(self, order: Order, permutations: Permutations) -> _Picked:
         """The instructions of a call in this order: those of the bucket of each microbatch, none of the later ones."""
         bucket_of: dict[tuple[int, int] | None, int]
         bucket_of = {(xs, m): bucket for xs, buckets in enumerate(order) for m, bucket in enumerate(buckets)}
-        rows, places = np.array([bucket_of.get(of, 0) for of in self._numbered])[self._number_of], self._places
+        buckets = np.array([0 if of is None else bucket_of.get(of, -1) for of in self._numbered])[self._number_of]
+        places, changes = np.flatnonzero(buckets >= 0), dict[int, Change]()
         if any(permutations):
             kinds, changes = self._sums.kinds(permutations)
-            found = _Bound(*(table[kinds, rows, places].tolist() for table in self._tables_by_kind))
+            found = _Picked(*self._tables_by_kind, (kinds, buckets), places)
         else:
-            found, changes = _Bound(*(table[rows, places].tolist() for table in self._tables)), {}
+            found = _Picked(*self._tables, (buckets,), places)
         for k, two in self._twofold.items():
             one, other = (bucket_of.get(of) for of in two)
             if one is not None and other is not None and one != other:
-                found.put(k, self._bound_buckets.pair(found.instructions[k], (one, other)))
+                found.put(k, self._bound_buckets.pair(found.at(k), (one, other)))
         for k, change in changes.items():
-            if k not in later:
-                b = found.instructions[k]
-                buckets = [bucket_of[self._list_of[b.loop], task.microbatch] for task in b.tasks]
-                found.put(k, self._sums.changed(k, b, buckets, change))
-        return _without(found, later, self._late) if later else found
+            b = found.at(k)
+            if change.early is not None:
+                of_tasks = [bucket_of[self._list_of[b.loop], task.microbatch] for task in b.tasks]
+                b = self._sums.out_of_turn(k, b, of_tasks, change.early, change.late)
+            found.put(k, reading(b, change.reads))
+        for k in [k for k in self._late if buckets[k] < 0]:
+            before = (p for p in reversed(places[: np.searchsorted(places, k)]) if self._groups[p] == self._groups[k])
+            if (place := next(before, None)) is not None:  # what the others would free goes after the one before them
+                b = found.at(place)
+                found.put(place, dataclasses.replace(b, frees=b.frees + self._late[k]))
+        return found
 
     @functools.cached_property
-    def _tables_by_kind(self) -> list[np.ndarray]:
+    def _tables_by_kind(self) -> tuple[np.ndarray, np.ndarray]:
         """As `_tables`, for each kind that instructions may be of where microbatches run in another order."""
         instructions, walked = (np.stack([table] * NUM_KINDS) for table in self._tables)
         for kind, (bucket, own) in itertools.product(range(NUM_KINDS), enumerate(self._bound_buckets.of)):
             for k, b in self._sums.of_kind(kind, own.instructions, bucket).items():
                 instructions[kind, bucket, k], walked[kind, bucket, k] = b, _walked(b, k)
-        return [instructions, walked]
+        return instructions, walked
 
     def _numbered_anew(self, permutations: Permutations) -> list[object]:
         """The slots before a step whose microbatches have other numbers in their lists."""
@@ -272,23 +297,5 @@ def _walked(b: BoundInstruction, number: int) -> Instruction:
     return b.code, b.act, b.reads, b.writes, b.frees, number
 
 
-def _without(bound: _Bound, later: Set[int], late: Mapping[int, tuple[int, ...]]) -> _Bound:
-    """Some instructions without others. What these would free goes after the one before them in their group.
-
-    Args:
-      later: positions of those that go.
-      late: by position, the slots to free there that belong to no microbatch.
-    """
-    first = min(later)
-    kept = _Bound(bound.instructions[:first], bound.walked[:first])
-    for k in range(first, len(bound.instructions)):
-        own = bound.instructions[k]
-        if k not in later:
-            kept.walked.append((*bound.walked[k][:5], len(kept.walked)))
-            kept.instructions.append(own)
-        elif k in late:
-            at = next((i for i in reversed(range(len(kept.walked))) if kept.instructions[i].group == own.group), None)
-            if at is not None:
-                before = kept.instructions[at]
-                kept.put(at, dataclasses.replace(before, frees=before.frees + late[k]))
-    return kept
+def _table(rows: Iterable[Sequence[object]]) -> np.ndarray:
+    return np.stack([np.fromiter(row, object) for row in rows])

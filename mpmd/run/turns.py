@@ -24,7 +24,7 @@ from mpmd.run.bindings import BoundBuckets, BoundInstruction, SummedOutput
 IN_TURN, EARLY, FOLLOWED = range(NUM_KINDS := 3)
 
 
-class Line(NamedTuple):
+class SumLine(NamedTuple):
     """The tasks that add to some sums, one after the other.
 
     Attributes:
@@ -100,11 +100,11 @@ class Sums:
                         if type(s.operation) is not Concat:  # rows have places of their own
                             tasks_of[b.writes[s.write]].append((k, task))
                             operations[b.writes[s.write]] = s.operation
-        lines: dict[Line, int] = {}
+        lines: dict[SumLine, int] = {}
         slots_of = defaultdict[int, dict[tuple[int, int, int], list[int]]](lambda: defaultdict(list))
         for slot, tasks in tasks_of.items():
             xs = list_of[self._instructions[tasks[0][0]].loop]
-            line = Line(xs, tuple(self._instructions[k].tasks[task].microbatch for k, task in tasks))
+            line = SumLine(xs, tuple(self._instructions[k].tasks[task].microbatch for k, task in tasks))
             for position, (k, task) in enumerate(tasks):
                 slots_of[k][task, lines.setdefault(line, len(lines)), position].append(slot)
         self._lines = list(lines)
@@ -118,7 +118,7 @@ class Sums:
         starts = list(itertools.accumulate([len(line.microbatches) for line in self._lines], initial=0))
         at = [(k, starts[line] + position) for (line, position), ks in self._places.items() for k in ks]
         self._simple, self._at = np.array(at, np.intp).reshape(-1, 2).T
-        self._early = defaultdict[tuple[int, ...], dict[int, list[int]]](dict)  # by slots and microbatch, other slots
+        self._early: dict[tuple[int, ...], dict[int, list[int]]] = {}  # by slots and microbatch, other slots
         added = [(a.line, operations[slot]) for own in self._of.values() for a in own for slot in a.slots]
         self._without_parts = {line: operation for line, operation in added if not operation.has_parts}
 
@@ -160,32 +160,28 @@ class Sums:
         """By position, the instructions of a bucket as those of a kind do them; only what they read more is missing."""
         early, late = [0] * (kind == EARLY), [0] * (kind == FOLLOWED)
         places = (k for ks in self._places.values() if kind != IN_TURN for k in ks)
-        return {k: self._summing(k, instructions[k], [bucket], early, late) for k in places}
-
-    def changed(self, k: int, b: BoundInstruction, buckets: Sequence[int], change: Change) -> BoundInstruction:
-        """The instruction in some place, where microbatches of these buckets are, as a call does it."""
-        if change.early is not None:
-            b = self._summing(k, b, buckets, change.early, change.late)
-        found = object.__new__(
-            BoundInstruction
-        )  # there are hundreds, and `dataclasses.replace` takes ten times as long
-        vars(found).update(vars(b), reads=(*b.reads, *change.reads), frees=(*b.frees, *change.reads))
-        return found
+        return {k: self.out_of_turn(k, instructions[k], [bucket], early, late) for k in places}
 
     def _kept(self, k: int, number: int, microbatches: Iterable[int]) -> list[int]:
         """Where that is which microbatches have added, before their turn, to what an instruction adds to."""
-        slots, found = self._of[k][number].slots, list[int]()
-        of_slots = self._early[slots]
-        for microbatch in microbatches:
-            if microbatch not in of_slots:
-                names = [("summed early", slot, microbatch) for slot in slots]
-                of_slots[microbatch] = [self._buckets.slots.of(self._instructions[k].group, name) for name in names]
-            found += of_slots[microbatch]
-        return found
+        adding = self._of[k][number]
+        if (of_slots := self._early.get(adding.slots)) is None:
+            slots, group = self._buckets.slots, self._instructions[k].group
+            of_slots = self._early[adding.slots] = {
+                m: [slots.of(group, ("summed early", slot, m)) for slot in adding.slots]
+                for m in self._lines[adding.line].microbatches
+            }
+        return [*itertools.chain.from_iterable(map(of_slots.__getitem__, microbatches))]
 
-    def _summing(
+    def out_of_turn(
         self, k: int, b: BoundInstruction, buckets: Sequence[int], early: Collection[int], late: Collection[int]
     ) -> BoundInstruction:
+        """The instruction in some place, some of whose tasks run before their turn, or add what has.
+
+        Args:
+          buckets: of the microbatches of its tasks.
+          early, late: as of `Change`. What follows it reads last.
+        """
         places = {b.writes[s.write]: s for sums in self._buckets.sums(b, buckets) for s in sums}
         parts = [_Part.of([places[slot] for slot in a.slots]) for a in self._of[k]]
         writes, donates = list(b.writes), set(b.donates)
@@ -196,6 +192,13 @@ class Sums:
                 writes[write] = slot
         act = _summing(b.act, len(b.reads), [parts[n] for n in early], [parts[n] for n in late])
         return dataclasses.replace(b, act=act, writes=tuple(writes), donates=tuple(donates))
+
+
+def reading(b: BoundInstruction, more: Sequence[int]) -> BoundInstruction:
+    """An instruction that reads more, for the last time."""
+    found = object.__new__(BoundInstruction)  # there are hundreds, and `dataclasses.replace` takes ten times as long
+    vars(found).update(vars(b), reads=(*b.reads, *more), frees=(*b.frees, *more))
+    return found
 
 
 class _Part(NamedTuple):
