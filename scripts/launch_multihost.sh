@@ -373,7 +373,12 @@ run_rank() {
   mkfifo "$work/out.$rank" "$work/err.$rank" "$work/tail.$rank"
   exec {hold}<>"$work/tail.$rank"
   if [[ -n $log_dir ]]; then
-    { cat >"$(log_file "$rank")" || cat >/dev/null; } <"$work/tail.$rank" {hold}<&- {events}<&- & # who prints is not held up
+    {
+      cat >"$(log_file "$rank")" 2>/dev/null || {
+        echo "[$rank] jax-mpmd: $(log_file "$rank") cannot be written any more" >&2
+        cat >/dev/null # who prints is not held up
+      }
+    } <"$work/tail.$rank" {hold}<&- {events}<&- &
   else
     tail -n "$num_last_lines" <"$work/tail.$rank" >"$work/last.$rank" {hold}<&- {events}<&- &
   fi

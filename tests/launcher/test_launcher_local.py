@@ -195,6 +195,7 @@ def test_a_log_that_cannot_grow_holds_no_rank_up(tmp_path):
     program = python("for i in range(4000): print(i, 'x' * 60)")
     status, job = run("-n", 1, "--log-dir", tmp_path, *program)
     assert status == 0 and "[0] 3999 " in job.out
+    assert job.err == f"[0] jax-mpmd: {tmp_path}/rank-0.log cannot be written any more\n"
 
 
 def test_what_gloo_prints_when_processes_meet_is_left_out_and_nothing_else(tmp_path):
