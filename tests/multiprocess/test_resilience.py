@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from hypothesis import strategies as st
+from ports import free_port
 from samples import slow_first
 
 from mpmd.goodput import ledgers
@@ -119,7 +120,8 @@ def test_killed_and_stopped_processes_are_started_again_and_an_error_has_all_sta
         {"attempt": 0, "rank": 2, "step": 7, "what": "raise"},
     ]  # fmt: skip
     options = "-n 2 --cpu-devices 2 --restarts 1 --hang-timeout 5".split()
-    job = run(environment, *options, case=case, faults=faults)
+    publishing = environment | {"TEST_PUBLISH": str(free_port())}  # of which who takes a place knows nothing
+    job = run(publishing, *options, case=case, faults=faults)
     assert (steps(job), end(job)) == unbroken(case, 4)
     assert taken(job) == [f"{rank}: killed by SIGKILL; spare {spare}" for rank, spare in ("02", "13", "14")]
     went_on = [line for line in said(job) if line.startswith("goes on")]

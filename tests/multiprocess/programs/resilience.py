@@ -151,6 +151,13 @@ def save(manager, i: int, train) -> None:
         manager.save(i, args=ocp.args.StandardSave(train))
 
 
+def publish(train, i: int) -> None:
+    if port := os.environ.get("TEST_PUBLISH"):
+        import reshard
+
+        reshard.publish("train", train, i, address=f"127.0.0.1:{port}", token="secret")
+
+
 def lose_bit(state) -> None:
     """Of what this process has of it, if that is due."""
     if LIES[0]:
@@ -226,6 +233,7 @@ def main() -> None:
         lose_bit(train)
         if gathers:
             gather(gathers, i)
+        publish(train, i)
         folder = os.environ.get("TEST_SAVES")
         if folder and i % 2 and not os.path.exists(path := os.path.join(folder, str(i))):
             import reshard.checkpoint  # Orbax takes long to import, and few jobs save
