@@ -474,11 +474,14 @@ def _with_static(dynamic: Args, kwargs: Kwargs, fixed: Fixed) -> tuple[Args, Kwa
     return tuple(args), named
 
 
+_MOST_TYPES = 4096  # of arguments that are remembered, as by `jax.jit`
+
+
 class _Made(BoundedDict[Hashable, list[_T]]):
-    """What a function was made into, for the latest types of arguments: as many as `jax.jit` keeps."""
+    """What a function was made into, for the latest types of arguments."""
 
     def __init__(self):
-        super().__init__(4096)
+        super().__init__(_MOST_TYPES)
 
     def __missing__(self, key: Hashable) -> list[_T]:
         found = self[key] = []
@@ -493,7 +496,7 @@ def _traces_of(fun: Callable) -> dict[Hashable, Trace]:
     devices of one shape, however often it is given to `mpmd.jit`.
     """
     try:
-        return _traces.setdefault(fun, {})
+        return _traces.setdefault(fun, BoundedDict(_MOST_TYPES))
     except TypeError:  # no weak references to it
         return {}
 

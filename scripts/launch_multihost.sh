@@ -261,7 +261,7 @@ guard() {
   local -a pids
   read -r -u "$watched"
   while members; do
-    kill -KILL "${pids[@]}" 2>/dev/null
+    kill -KILL -- "${pids[@]}" 2>/dev/null
     sleep 0.1
   done
   rm -rf "$work"
@@ -272,6 +272,10 @@ members() {
   local -a found
   mapfile -t found < <(exec 2>/dev/null && set +f && grep -lzxF -- "$mark" /proc/[0-9]*/environ)
   pids=("${found[@]//[!0-9]/}")
+  local pid
+  for pid in $(exec 2>/dev/null && set +f && cat -- "$work"/pid.*); do # some programs write over their environment
+    [[ " ${pids[*]} " == *" $pid "* ]] || ! kill -0 "$pid" 2>/dev/null || pids+=("-$pid")
+  done
   ((${#pids[@]}))
 }
 
@@ -395,9 +399,11 @@ run_rank() {
     exec env "${own_words[@]}" "${added[@]}" "${rank_environment[@]}" "$(type -P setsid)" -- "${command[@]}"
   ) </dev/null >"$work/out.$rank" 2>"$work/err.$rank" {hold}<&- {events}<&- &
   pid=$!
+  echo "$pid" >"$work/pid.$rank"
   event started "$rank" "$pid" "$out" "$err"
   wait "$pid" 2>/dev/null
   status=$?
+  rm -f -- "$work/pid.$rank"
   event exited "$rank" "$status"
   wait "$out" "$err"
   exec {hold}<&-
@@ -430,14 +436,14 @@ stop() {
     while members || ((num_running > 0)) && ((SECONDS < deadline)); do # a rank may just be starting
       [[ $signal == KILL || -z $hurry ]] || break
       for pid in "${pids[@]}"; do
-        [[ $signal == TERM && -n ${told[$pid]:-} ]] || kill -"$signal" "$pid"
+        [[ $signal == TERM && -n ${told[$pid]:-} ]] || kill -"$signal" -- "$pid"
         told[$pid]=yes
-        kill -CONT "$pid"
+        kill -CONT -- "$pid"
       done 2>/dev/null
       wait_for_event 0.1
     done
   done
-  ! members || tell "left $(printf '%s ' "${pids[@]}")"
+  ! members || tell "left $(printf '%s ' "${pids[@]#-}")"
   deadline=$((SECONDS + 1 + term_s))
   while ((num_open > 0 && SECONDS < deadline)); do wait_for_event 0.1; done
   ((num_open <= 0)) || for pid in "${pumps[@]}"; do kill -KILL -- "-$pid" 2>/dev/null; done
@@ -664,6 +670,8 @@ find_unreachable_nodes() {
   done
 }
 
+launcher_lives() { kill -0 "$$" 2>/dev/null && [[ $(<"/proc/$$/stat") != *") Z "* ]]; }
+
 # Writes a keeper's program and then signs of life, until the launcher is gone.
 feed_keeper() { # host
   trap '' TERM HUP INT
@@ -673,7 +681,7 @@ feed_keeper() { # host
   agent_program "$1"
   printf '\0'
   while read -r -t "$beat_s" -u "$watched" _ || (($? > 128)); do echo alive; done
-  kill -0 "$$" 2>/dev/null || rm -rf "$keep_folder"
+  launcher_lives || rm -rf "$keep_folder"
 }
 
 close_keeper_fds() {
@@ -1064,7 +1072,7 @@ connect() { # host
   status=("${PIPESTATUS[@]}")
   wait "$sorter"
   printf '%s\n' "$h closed ${status[0]}" >&"$events"
-  kill -0 "$$" 2>/dev/null || rm -rf "$tmp"
+  launcher_lives || rm -rf "$tmp"
 }
 
 command_all() { # sends a line to every agent that is still connected

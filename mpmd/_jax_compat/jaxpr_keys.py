@@ -9,6 +9,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from mpmd._jax_compat.jaxprs import PLAIN, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from mpmd._jax_compat.parameters import opened
 
+# What of an equation's context changes the program, beside its mesh.
+_CONTEXT = ("compute_type", "threefry_partitionable", "xla_metadata")
+
 
 def jaxpr_key(closed: ClosedJaxpr) -> Hashable:
     """A hashable key: equal for jaxprs that compile to the same program (names and source lines apart)."""
@@ -26,6 +29,8 @@ class _Key:
 
     def atom(self, v: Var | Literal) -> Hashable:
         if isinstance(v, Literal):
+            if not isinstance(v.aval.dtype, np.dtype):  # a typed key, which a program with such a key keeps alive
+                return "lit", id(v.val), self.aval(v.aval)
             return "lit", np.asarray(v.val).tobytes(), self.aval(v.aval)
         if isinstance(v, DropVar):
             return "_"
@@ -77,5 +82,5 @@ class _Key:
             tuple(operand(v) for v in eqn.invars),
             tuple((operand(v), self.aval(v.aval)) for v in eqn.outvars),
             tuple((k, self.value(v)) for k, v in sorted(eqn.params.items()) if k not in ("name", "debug_info")),
-            eqn.ctx.compute_type,
+            tuple(self.value(getattr(eqn.ctx, name, None)) for name in _CONTEXT),
         )

@@ -105,7 +105,7 @@ class _Rebase:
             # A constant with a type of its own carries the mesh that it was made under. A kernel may index by its
             # constants: they stay numbers.
             value = v.val
-            if hasattr(value, "aval"):
+            if hasattr(value, "aval") and isinstance(v.aval.dtype, np.dtype):
                 value = np.asarray(value, v.aval.dtype)
                 value = value.item() if self.is_in_kernel and not value.ndim else value
             return Literal(value, self.aval(v.aval))

@@ -175,7 +175,9 @@ class Rewriter:
         """The rows of the operand, if some of them are taken."""
         (v,), strides = eqn.invars, eqn.params.get("strides")
         rows = None if isinstance(v, compat.Literal) or v in self._whole else self._rows.get(v)
-        return rows if rows is not None and (strides is None or strides[rows.axis] == 1) else None
+        if rows is None or not eqn.outvars[0].aval.shape[rows.axis]:  # none are taken
+            return None
+        return rows if strides is None or strides[rows.axis] == 1 else None
 
     def _slice(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
         """Some of the rows: the parts of those pieces that have any."""

@@ -79,10 +79,18 @@ class Operation:
         return _full(aval, value, full, range(len(full) - len(aval.shape)), dtype)
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
+        return isinstance(other, Operation) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((type(self), tuple(sorted(vars(self).items()))))
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        """2, 2.0 and True are equal, and so are 0.0 and -0.0, but they make other results."""
+        values = (
+            (name, type(x), repr(x) if isinstance(x, float | complex) else x) for name, x in sorted(vars(self).items())
+        )
+        return type(self), *values
 
     def __repr__(self):
         values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())

@@ -86,6 +86,12 @@ class _Summand(NamedTuple):
     steps: tuple[_Linear, ...]
 
 
+def _is_coarse(part: _Summand, value: Atom) -> bool:
+    """Whether a sum over microbatches of a part would round or overflow where one of the gradient does not."""
+    dtype = part.value.aval.dtype
+    return dtype != value.aval.dtype or (dtype == np.float16 and any(step.operands for step in part.steps))
+
+
 class _Outputs:
     """The outputs of a loop, reduced one after the other.
 
@@ -175,7 +181,7 @@ class _Outputs:
                 parts[-1] = parts[-1]._replace(value=self._append(place, operator.add, parts[-1].value, v))
             else:
                 parts.append(_Summand(v, place, tuple(later)))
-        return parts
+        return [] if any(_is_coarse(part, value) for part in parts) else parts
 
     def _append(self, place: Place, fun: Callable, *atoms: Atom) -> Atom:
         """Adds `fun(*atoms)` to the body at `place`; returns its result."""
@@ -377,7 +383,11 @@ def _same_every_time(
 
     def repeat(x: jax.Array) -> jax.Array:
         start = operation.init(jax.typeof(x), num_microbatches)
-        acc = jax.lax.fori_loop(0, num_microbatches, lambda i, acc: operation.update(acc, x, i), start)
+
+        def update(i: jax.Array, acc: jax.Array) -> jax.Array:
+            return operation.update(acc, x, jax.lax.convert_element_type(i, np.int32))  # that of the loop is weak
+
+        acc = jax.lax.fori_loop(0, num_microbatches, update, start)
         return operation.finish(acc, num_microbatches)
 
     if isinstance(value, compat.Literal):

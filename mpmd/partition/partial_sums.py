@@ -89,7 +89,9 @@ def _wanted(body: Body, accumulators: Sequence[Accumulator]) -> set[Atom]:
 
     def is_sum(acc: Accumulator) -> bool:
         source = body.source_in_loop(acc.value)
-        return source is not None and acc.operation in (Add(), Mean()) and acc.place == source.place
+        if source is None or acc.value.aval.dtype == np.bool_:  # parts of these are no sums
+            return False
+        return acc.operation in (Add(), Mean()) and acc.place == source.place
 
     return {a.value for a in accumulators} - {a.value for a in accumulators if not is_sum(a)}
 

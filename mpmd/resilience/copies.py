@@ -149,6 +149,7 @@ class Copies:
             self._wait_for_others(self._step)
         if self._has_ended or self._step > self.whole:
             return
+        jax.block_until_ready(taken.values)  # by then, most calls have been compared without any hurry
         compare_calls()  # what was made of calls that differ must not count
         audits.settle(known=self._num_found)  # nor what a faulty device has computed
         about = dict(self._about, step=step)

@@ -6,20 +6,25 @@ variable of its surroundings (a schedule, a flag, a size), which has another val
 
 import dis
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 
 
 class _Same:
-    """Equal to itself alone; keeps the object alive, so that its identity is not given to another."""
+    """Equal to itself alone, as long as the object lives. It may hold the function, so it is not kept alive by this."""
 
     def __init__(self, x: object):
-        self.x = x
+        self._id = id(x)
+        try:
+            self._get: Callable[[], object] = weakref.ref(x)
+        except TypeError:
+            self._get = lambda: x
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.x is self.x
+        return isinstance(other, _Same) and (x := self._get()) is not None and other._get() is x
 
     def __hash__(self) -> int:
-        return id(self.x)
+        return self._id
 
 
 def surroundings(fun: Callable) -> tuple:

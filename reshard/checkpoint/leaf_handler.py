@@ -15,7 +15,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
-from jax.typing import DTypeLike
 
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
@@ -212,21 +211,14 @@ def fault_of_array(array: jax.Array | np.ndarray) -> str | None:
         return f"{what} has been deleted, or donated to a step: save what the step returned"
     if isinstance(array, MpmdArray) and array.mpmd_sharding.local_groups and not array.is_partially_addressable:
         return f"{what} was made without the arrays of this process"
-    if not _is_stored(array.dtype):
-        return f"{what} is of a dtype that Orbax does not store"
-    if array.size == 0:
-        return f"{what} has no elements, and Orbax stores no empty arrays"
+    if (fault := stored.fault_of_type(array.shape, array.dtype)) is not None:
+        return fault
     if jax.process_count() > 1 and is_plain(array) and array.is_fully_addressable:
         return (
             f"{what} is a jax.Array of process {jax.process_index()} alone, and others have their own; "
             "make it an MpmdArray, a global array, or a numpy array (of which process 0's is saved)"
         )
     return None
-
-
-def _is_stored(dtype: DTypeLike) -> bool:
-    known = any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
-    return known and str(dtype) not in ("uint2", "uint4", "float128", "complex256")
 
 
 def _check_savable(values: Sequence[jax.Array], infos: Infos) -> None:

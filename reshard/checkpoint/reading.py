@@ -119,12 +119,15 @@ class _Reader:
                     )
 
         boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
-        most = (self._limit.nbytes or IN_FLIGHT_NBYTES) // array.dtype.itemsize
+        most = (IN_FLIGHT_NBYTES if self._limit.nbytes in (None, 1) else self._limit.nbytes) // array.dtype.itemsize
         # Rounded out to boxes that have checksums, except where that would be too much.
         rounded = [(checksums.rounded_out(box, sums), box, wanted) for box, wanted in plan_reads(boxes, array.chunk)]
         reads = [(more if more.size <= most else box, wanted) for more, box, wanted in rounded]
         self._reads.expect(sum(box.nbytes(array.dtype.itemsize) for box, _ in reads))
         await stored.all_of([read(box, wanted) for box, wanted in reads])
+        for target in targets:
+            for box in {in_storage(box, target.request.index) for box in target.boxes.values() if not box.size}:
+                target.put(box, [box], np.zeros(box.shape, array.dtype))
 
 
 async def _read_box(array: StoredArray, box: Box, where: File) -> np.ndarray:
@@ -137,6 +140,8 @@ async def _read_box(array: StoredArray, box: Box, where: File) -> np.ndarray:
         if there.size:
             data[there.relative_to(box).slices] = await array.read(there)
         return data
+    except ReshardError:  # it is read, and does not fit what it is to be cast to
+        raise
     except Exception as error:  # whatever a damaged file makes the storage raise
         raise ReshardError(
             f"{where}: the checkpoint is damaged, {index_text(box.slices)} of this array cannot be read: "

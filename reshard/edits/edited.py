@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable
 from collections.abc import Mapping as Map
 
+import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
@@ -134,6 +135,16 @@ class EditedArray:
         return data
 
 
+@functools.lru_cache(maxsize=64)
+def _largest(dtype: np.dtype) -> float | None:
+    """What is cut to the largest value of a dtype that has no infinity, from here on; None of other dtypes."""
+    if not jnp.issubdtype(dtype, np.floating) or not np.isfinite(np.array(np.inf).astype(dtype)):
+        return None
+    about = jnp.finfo(dtype)
+    most, eps = float(about.max), float(about.eps)
+    return most + most / (2 - eps) * eps / 2  # it rounds to the next power of two, which does not exist
+
+
 def copy_cast(data: np.ndarray, view: np.ndarray, name: str) -> None:
     """Copies values, cast to the dtype of where they go.
 
@@ -145,5 +156,8 @@ def copy_cast(data: np.ndarray, view: np.ndarray, name: str) -> None:
         return
     with np.errstate(over="ignore"):
         np.copyto(view, data, casting="unsafe")
-    if lost := np.count_nonzero(np.isfinite(data)) - np.count_nonzero(np.isfinite(view)):
+        is_lost = np.isfinite(data) & ~(
+            np.isfinite(view) if (most := _largest(view.dtype)) is None else (-most < data) & (data < most)
+        )
+    if lost := np.count_nonzero(is_lost):
         raise ReshardError(f"{name}: {lost} values of {data.dtype} are too large for {view.dtype}.")

@@ -95,7 +95,7 @@ class ByteLimit:
     """
 
     def __init__(self, nbytes: int | None = None) -> None:
-        self.nbytes = nbytes
+        self.nbytes = None if nbytes is None else max(1, nbytes)
         self.peak = self._held = 0
         self._changed = asyncio.Condition()
 

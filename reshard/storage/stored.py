@@ -11,14 +11,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from pathlib import Path as File
 from typing import Any
 from urllib.parse import quote
 
+import jax
 import numpy as np
 import tensorstore as ts
 from etils import epath
+from jax.typing import DTypeLike
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
@@ -26,6 +28,7 @@ from reshard.storage import event_loops
 from reshard.storage.arrays import Reads, StoredArray, ZarrArray
 from reshard.storage.paths import Key, Path, dotted, show
 from scheduler.base.files import parse_json, read_text
+from scheduler.base.texts import type_text
 
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 EMPTY_TYPES = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}
@@ -320,3 +323,14 @@ def said(error: BaseException) -> str:
     """An error's first line, without what storage adds: ` [tensorstore_spec='…']`, positions in source files."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return re.split(r"\s*\[(?:source locations|[a-z_]+=)", text)[0].removesuffix(".") or type(error).__name__
+
+
+_NOT_STORED = ("uint2", "uint4", "float128", "complex256", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn")
+
+
+def fault_of_type(shape: Sequence[int], dtype: DTypeLike) -> str | None:
+    """Why an array of this type cannot be in a checkpoint; None if it can."""
+    known = any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
+    if not known or str(dtype) in _NOT_STORED:
+        return f"{type_text(shape, dtype)} is of a dtype that Orbax does not store"
+    return None if math.prod(shape) else f"{type_text(shape, dtype)} has no elements, and Orbax stores no empty arrays"

@@ -100,6 +100,8 @@ class Costs:
         for one in self.microbatches:
             if isinstance(one, Mapping):  # from JSON
                 _check_names(one)
+                if "microbatches" in one:
+                    raise ValueError("Costs: an entry of microbatches has microbatches itself.")
                 one = replace(self, microbatches=(), **one)
             if isinstance(one, Costs):
                 if one.microbatches:

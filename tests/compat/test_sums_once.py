@@ -559,3 +559,17 @@ def test_a_value_that_is_a_term_of_a_sum_and_reduced_otherwise_is_whole(kind, op
     got = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=(None, P(None, "data")))(w, xs)
     for a, b in zip(got, jax.jit(step)(w, xs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_products_of_booleans_are_whole():
+    def step(w, xs):
+        def fun(x):
+            fires = mpmd.mark_stage_end(x @ w) @ w > 0
+            return jnp.sum(x), fires.T @ fires
+
+        return mpmd.treduce(fun, xs, schedule="1f1b")
+
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2, 2), ("stage", "data"), axis_types=(AUTO,) * 2), "stage")
+    w, xs = normal(jax.random.key(0), WIDTH, WIDTH), normal(jax.random.key(1), 3, ROWS, WIDTH)
+    got = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=(None, P(None, "data")))(w, xs)
+    np.testing.assert_array_equal(got[1], jax.jit(step)(w, xs)[1])

@@ -1,7 +1,9 @@
 """A program that holds another one is cut into that one and what is around it."""
 
 import functools
+import gc
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -607,3 +609,53 @@ def test_groups_with_more_leaves_run_the_update_of_the_others(caplog, axis_type)
     assert_same(host(found), host(expected), rtol=1e-5)
     names = {m[1] for r in caplog.records if (m := re.search(r"conversion jit\((step_after\w+)\)", r.getMessage()))}
     assert len([n for n in names if n.endswith("_leaves")]) == 1, names
+
+
+def test_a_context_that_changes_the_numbers_makes_another_program():
+    def loss(ws, x, key):
+        for stage, w in enumerate(ws):
+            with jax.threefry_partitionable(stage == 2):
+                x = (x @ w) * jax.random.uniform(jax.random.fold_in(key, jnp.sum(x).astype(jnp.int32)), (4, 4))
+            x = mpmd.mark_stage_end(x) if stage < 3 else x
+        return jnp.sum(x)
+
+    def step(ws, xs, key):
+        return mpmd.treduce(lambda x: loss(ws, x, key), xs, schedule="1f1b")
+
+    args = [jnp.eye(4) + 0.1] * 4, jnp.ones((4, 4, 4)), jax.random.key(1)
+    mesh = mpmd.MpmdMesh(jax.make_mesh((4,), ("stage",)), "stage")
+    np.testing.assert_allclose(mpmd.jit(step, mpmd_mesh=mesh)(*args), jax.jit(step)(*args), rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+def test_a_key_that_a_function_within_has_from_outside_is_a_constant(implementation):
+    key = jax.random.key(7, impl=implementation)
+    noisy = jax.jit(lambda h: h + jax.random.normal(key, (4, 4)))
+
+    def step(ws, xs):
+        def loss(ws, x):
+            return jnp.sum(noisy(mpmd.mark_stage_end(noisy(x @ ws[0])) @ ws[1]))
+
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(ws, x), xs, schedule="1f1b")
+
+    ws, xs = [jnp.eye(4)] * 2, jnp.ones((4, 4, 4))
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
+    for got, want in zip(
+        jax.tree.leaves(mpmd.jit(step, mpmd_mesh=mesh)(ws, xs)), jax.tree.leaves(jax.jit(step)(ws, xs)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_what_a_step_has_around_it_is_not_kept_when_the_step_is_gone():
+    class Trainer:
+        def __init__(self):
+            self.rate = 2.0
+            self.step = mpmd.jit(lambda xs: mpmd.mark_stage_end(xs * self.rate) + 1, mpmd_mesh=mesh)
+
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
+    trainer = Trainer()
+    np.testing.assert_array_equal(trainer.step(jnp.ones(2)), [3, 3])
+    gone = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert gone() is None

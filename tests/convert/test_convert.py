@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from stored_states import assert_same, bits, command, fingerprint, layered, restore, save, stacked_params, state_of
 
+from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
+from reshard import checkpoint
 from reshard.__main__ import main
 from reshard.conversion.convert import convert, plan_conversion
 from reshard.edits.tree_edits import stack, unstack
-from reshard.storage import finder
+from reshard.storage import finder, tensor_files
 from reshard.storage.paths import show
 
 
@@ -112,6 +114,36 @@ def test_a_value_too_large_for_the_new_dtype_is_an_error(tmp_path, capsys):
     assert main(["convert", str(source), str(target), "--dtype", "float16"]) == 1
     assert capsys.readouterr().err == "error: w: 1 values of float32 are too large for float16.\n"
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_dtype_without_infinity_is_not_filled_with_its_largest_value(tmp_path, capsys):
+    source = save(tmp_path / "source", {"w": np.array([0, -6, 6.9, np.nan], np.float32), "x": np.array([7, -1e30, 1])})
+    assert main(["convert", str(source), str(tmp_path / "target"), "--dtype", "float4_e2m1fn"]) == 1
+    assert capsys.readouterr().err == "error: x: 2 values of float64 are too large for float4_e2m1fn.\n"
+    assert main(["convert", str(source), str(tmp_path / "target"), "--dtype", "float4_e2m1fn", "--drop", "x"]) == 0
+
+
+def test_what_a_checkpoint_cannot_hold_is_told_before_anything_is_written(tmp_path, capsys):
+    plan = tensor_files.plan_files([("none", np.dtype(np.float32), (0, 4)), ("w", np.dtype(np.float32), (4,))])
+    (source := tmp_path / "source").mkdir()
+    with tensor_files.TensorWriter(source, plan) as writer:
+        writer.write("w", Box.whole((4,)), np.arange(4, dtype=np.float32))
+    assert main(["convert", str(source), str(tmp_path / "target")]) == 1
+    text = "none: float32[0,4] has no elements, and Orbax stores no empty arrays"
+    assert capsys.readouterr().err.splitlines()[1].strip() == text
+    assert main(["convert", str(source), str(tmp_path / "target"), "--drop", "none", "--dtype", "float6_e2m3fn"]) == 1
+    assert "w: float6_e2m3fn[4] is of a dtype that Orbax does not store" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+    mesh = jax.make_mesh((2,), ("x",))
+    placed = NamedSharding(mesh, PartitionSpec())
+    like = {
+        name: jax.ShapeDtypeStruct(shape, np.float32, sharding=placed)
+        for name, shape in (("none", (0, 4)), ("w", (4,)))
+    }
+    found = checkpoint.restore(source, like, threshold=0)
+    assert (found["none"].shape, found["none"].sharding, found["w"].tolist()) == ((0, 4), placed, [0, 1, 2, 3])
+    narrow = {**like, "w": jax.ShapeDtypeStruct((4,), "float4_e2m1fn", sharding=placed)}
+    assert checkpoint.restore(source, narrow)["w"].dtype == "float4_e2m1fn"
 
 
 def test_parts_are_kept_and_dropped(tmp_path):

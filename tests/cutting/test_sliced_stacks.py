@@ -195,3 +195,21 @@ def test_a_momentum_is_with_its_parameter_whose_gradient_is_rows_that_the_next_s
     plain = make_step(lambda fun, xs: jax.tree.map(lambda x: x.sum(0), jax.lax.map(fun, xs)))
     for a, b in zip(*map(jax.tree.leaves, (mpmd.device_get(step(state, xs)), jax.jit(plain)(state, xs))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_no_rows_of_a_stack_are_none():
+    """As where the first n layers are frozen, and n is 0."""
+
+    def step(w, xs):
+        def loss(w, x):
+            layer = lambda h, p: (mpmd.mark_layer_end(jnp.tanh(h @ p)), None)  # noqa: E731
+            return jnp.mean(jax.lax.scan(layer, x, w)[0])
+
+        grads = mpmd.treduce(lambda x: jax.grad(loss)(w, x), xs, schedule="1f1b")
+        return w - grads, jnp.sum(grads[:0]), grads[2:2]
+
+    w, xs = jnp.stack([jnp.eye(4)] * 4), jnp.ones((4, 4, 4))
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
+    got, want = mpmd.jit(step, mpmd_mesh=mesh)(w, xs), jax.jit(step)(w, xs)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+    assert float(got[1]) == 0 and got[2].shape == (0, 4, 4)

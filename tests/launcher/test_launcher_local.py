@@ -274,6 +274,19 @@ def test_a_stopped_rank_is_ended_too():
         assert job.finish() == 4
 
 
+@pytest.mark.parametrize("how", ["failure", pytest.param("kill", marks=pytest.mark.slow)])
+def test_a_rank_that_has_written_over_its_environment_is_ended_too(how):
+    """As one does that gives its process a title."""
+    lost = "echo pid=$$; exec env -i sleep 1000"
+    with launch("-n", 2, *shell(f'if [ "$MPMD_PROCESS_ID" = 0 ]; then {lost}; else sleep 1; exit 4; fi')) as job:
+        (pid,) = job.wait_for_line(r"^\[0\] pid=(\d+)")
+        if how == "kill":
+            os.kill(job.process.pid, signal.SIGKILL)
+        else:
+            assert job.finish() == 4
+        until(lambda: not alive(int(pid)), "the end of the rank")
+
+
 @pytest.mark.slow
 def test_ranks_that_ignore_sigterm_are_killed():
     program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); "

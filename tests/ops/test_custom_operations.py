@@ -266,3 +266,16 @@ def test_a_custom_schedule_is_named_in_a_few_words():
     assert str(error.value).startswith(
         "mark_stage_end: CustomSchedule(2 stages on 2 groups, 4 microbatches) has 2 stages, which takes 1 or 2 marks"
     )
+
+
+@pytest.mark.parametrize("factors", [(2, 2.0), (0.0, -0.0), (1, True)], ids=str)
+def test_operations_whose_attributes_are_equal_but_differ_are_two(factors):
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
+    for factor in factors:
+
+        def step(xs, factor=factor):
+            fun = lambda x: mpmd.mark_stage_end(x).sum().astype(jnp.int32)  # noqa: E731
+            return mpmd.treduce(fun, xs, schedule="1f1b", operation=Weighted(factor))
+
+        got, want = mpmd.jit(step, mpmd_mesh=mesh)(XS), jax.jit(step)(XS)
+        assert (got.dtype, str(got)) == (want.dtype, str(want))

@@ -104,6 +104,7 @@ def made_looped():
         (lambda: Costs(microbatches=3), "microbatches is 3; expected one entry"),
         (lambda: Costs(microbatches=["long"]), "microbatches holds 'long'"),
         (lambda: Costs(microbatches=[Costs(microbatches=[1])]), "has microbatches itself"),
+        (lambda: Costs.from_json('{"microbatches": [{"microbatches": [1]}]}'), "has microbatches itself"),
         (lambda: Costs.from_json('{"microbatches": [{"backward": 1}]}'), r"\['backward'\]"),
         (lambda: simulate(GPipe(2), 3, Costs(microbatches=[1, 2])), "2 entries and the loop 3 microbatches"),
         (lambda: order_microbatches(GPipe(2), Costs()), "costs has no microbatches"),
