@@ -150,7 +150,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(folder, monkeypatch):
         return read(*arguments)
 
     monkeypatch.setattr(reshard.checkpoint, "read_parts", shrunk)
-    with pytest.raises(ReshardError, match=r"cannot be read: .*it has become shorter while it was read"):
+    with pytest.raises(ReshardError, match=r"cannot be read; .*it has become shorter while it was read"):
         reshard.restore(folder, abstract(wanted), mapping="llama")
 
 
