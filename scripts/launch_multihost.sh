@@ -267,6 +267,8 @@ guard() {
   rm -rf "$work"
 }
 
+lives() { kill -0 "$1" && [[ $(<"/proc/$1/stat") != *") Z "* ]]; } 2>/dev/null # else its parent has not asked how it ended
+
 # Writes the processes of this agent's ranks into the caller's `pids`. False when there is none.
 members() {
   local -a found
@@ -274,7 +276,7 @@ members() {
   pids=("${found[@]//[!0-9]/}")
   local pid
   for pid in $(exec 2>/dev/null && set +f && cat -- "$work"/pid.*); do # some programs write over their environment
-    [[ " ${pids[*]} " == *" $pid "* ]] || ! kill -0 "$pid" 2>/dev/null || pids+=("-$pid")
+    [[ " ${pids[*]} " == *" $pid "* ]] || ! lives "$pid" || pids+=("-$pid")
   done
   ((${#pids[@]}))
 }
@@ -670,8 +672,6 @@ find_unreachable_nodes() {
   done
 }
 
-launcher_lives() { kill -0 "$$" 2>/dev/null && [[ $(<"/proc/$$/stat") != *") Z "* ]]; }
-
 # Writes a keeper's program and then signs of life, until the launcher is gone.
 feed_keeper() { # host
   trap '' TERM HUP INT
@@ -681,7 +681,7 @@ feed_keeper() { # host
   agent_program "$1"
   printf '\0'
   while read -r -t "$beat_s" -u "$watched" _ || (($? > 128)); do echo alive; done
-  launcher_lives || rm -rf "$keep_folder"
+  lives "$$" || rm -rf "$keep_folder"
 }
 
 close_keeper_fds() {
@@ -1072,7 +1072,7 @@ connect() { # host
   status=("${PIPESTATUS[@]}")
   wait "$sorter"
   printf '%s\n' "$h closed ${status[0]}" >&"$events"
-  launcher_lives || rm -rf "$tmp"
+  lives "$$" || rm -rf "$tmp"
 }
 
 command_all() { # sends a line to every agent that is still connected

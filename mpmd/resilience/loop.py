@@ -127,6 +127,11 @@ def _loop(
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
+    """Around a loop.
+
+    Raises:
+      ValueError: this process is in one.
+    """
     global _is_running
     if _is_running:
         raise ValueError(

@@ -265,9 +265,7 @@ class AuditedBucketExecutor(AuditedExecutor, BucketExecutor):
     def _own_step(self, instruction: Run | Call) -> _OwnStep | None:
         buckets = {0}
         if isinstance(instruction, Run) and (xs := self._list_of.get(instruction.loop)) is not None:
-            loop = self._buckets[0][0].loops[instruction.loop]
-            bodies = [loop.tasks[Place(t.stage, t.kind)].body for t in instruction.tasks]
-            if self._permutations[xs] is not None and any(body.accumulates or body.uses_index for body in bodies):
+            if self._permutations[xs] is not None and self._adds_or_counts(instruction):
                 return None  # it may have accumulators of its own, and its number in the list is another one
             buckets = {self._order[xs][task.microbatch] for task in instruction.tasks}
         (bucket, *more) = buckets
@@ -275,6 +273,11 @@ class AuditedBucketExecutor(AuditedExecutor, BucketExecutor):
             return None
         places = self._bound_buckets.of[bucket].places
         return _OwnStep(*self._buckets[bucket], [places[k] for k in self._kept_of_plan], self._dealt)
+
+    def _adds_or_counts(self, run: Run) -> bool:
+        tasks = self._buckets[0][0].loops[run.loop].tasks
+        bodies = [tasks[Place(t.stage, t.kind)].body for t in run.tasks]
+        return any(body.accumulates or body.uses_index for body in bodies)
 
 
 class AuditedAdaptiveExecutor(AuditedExecutor, AdaptiveExecutor):

@@ -25,7 +25,7 @@ from mpmd.job.notes import Note, Values
 from mpmd.run.agreement import Announcement
 from mpmd.run.bindings import Bindings, BoundBuckets, BoundInstruction
 from mpmd.run.executor import Executor, Instruction
-from mpmd.run.turns import NUM_KINDS, Change, Sums, reading
+from mpmd.run.turns import EARLY, FOLLOWED, KINDS, Change, Sums, reading
 from mpmd.tracing.trace import Trace
 from scheduler import Program, Value
 from scheduler.base.bounded import BoundedDict
@@ -243,8 +243,8 @@ class BucketExecutor(Executor):
     @functools.cached_property
     def _tables_by_kind(self) -> tuple[np.ndarray, np.ndarray]:
         """As `_tables`, for each kind that instructions may be of where microbatches run in another order."""
-        instructions, walked = (np.stack([table] * NUM_KINDS) for table in self._tables)
-        for kind, (bucket, own) in itertools.product(range(NUM_KINDS), enumerate(self._bound_buckets.of)):
+        instructions, walked = (np.stack([table] * len(KINDS)) for table in self._tables)
+        for kind, (bucket, own) in itertools.product((EARLY, FOLLOWED), enumerate(self._bound_buckets.of)):
             for k, b in self._sums.of_kind(kind, own.instructions, bucket).items():
                 instructions[kind, bucket, k], walked[kind, bucket, k] = b, _walked(b, k)
         return instructions, walked

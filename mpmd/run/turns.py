@@ -21,7 +21,7 @@ from mpmd.ops.reductions import Concat, Operation
 from mpmd.run.bindings import BoundBuckets, BoundInstruction, SummedOutput
 
 # What a task does in its turn; before it; and in it, where microbatches whose turns come next have run before.
-IN_TURN, EARLY, FOLLOWED = range(NUM_KINDS := 3)
+KINDS = IN_TURN, EARLY, FOLLOWED = range(3)
 
 
 class SumLine(NamedTuple):
@@ -110,11 +110,12 @@ class Sums:
         self._lines = list(lines)
         self._of = {k: [_Adding(*key, tuple(slots)) for key, slots in own.items()] for k, own in slots_of.items()}
         self._places = defaultdict[tuple[int, int], list[int]](list)  # by line and position, instructions of one task
-        for k, (one, *more) in self._of.items():
-            if not more and len(self._instructions[k].tasks) == 1:
-                self._places[one.line, one.position].append(k)
-        simple = {k for ks in self._places.values() for k in ks}
-        self._twofold = {k: own for k, own in self._of.items() if k not in simple}
+        self._twofold: dict[int, list[_Adding]] = {}
+        for k, own in self._of.items():
+            if len(own) == len(self._instructions[k].tasks) == 1:
+                self._places[own[0].line, own[0].position].append(k)
+            else:
+                self._twofold[k] = own
         starts = list(itertools.accumulate([len(line.microbatches) for line in self._lines], initial=0))
         at = [(k, starts[line] + position) for (line, position), ks in self._places.items() for k in ks]
         self._simple, self._at = np.array(at, np.intp).reshape(-1, 2).T
@@ -159,8 +160,7 @@ class Sums:
     def of_kind(self, kind: int, instructions: Sequence[BoundInstruction], bucket: int) -> dict[int, BoundInstruction]:
         """By position, the instructions of a bucket as those of a kind do them; only what they read more is missing."""
         early, late = [0] * (kind == EARLY), [0] * (kind == FOLLOWED)
-        places = (k for ks in self._places.values() if kind != IN_TURN for k in ks)
-        return {k: self.out_of_turn(k, instructions[k], [bucket], early, late) for k in places}
+        return {k: self.out_of_turn(k, instructions[k], [bucket], early, late) for k in self._simple.tolist()}
 
     def _kept(self, k: int, number: int, microbatches: Iterable[int]) -> list[int]:
         """Where that is which microbatches have added, before their turn, to what an instruction adds to."""

@@ -119,7 +119,7 @@ class _Reader:
                     )
 
         boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
-        most = (IN_FLIGHT_NBYTES if self._limit.nbytes in (None, 1) else self._limit.nbytes) // array.dtype.itemsize
+        most = (self._limit.nbytes or IN_FLIGHT_NBYTES) // array.dtype.itemsize
         # Rounded out to boxes that have checksums, except where that would be too much.
         rounded = [(checksums.rounded_out(box, sums), box, wanted) for box, wanted in plan_reads(boxes, array.chunk)]
         reads = [(more if more.size <= most else box, wanted) for more, box, wanted in rounded]

@@ -85,8 +85,8 @@ def with_writable_chunks(entries: Sequence[Entry], threshold: int | None, keep: 
             return entry
         chunk = [min(c, n) for c, n in zip(entry.chunk, entry.shape, strict=True)]
         for axis in range(len(chunk)):
-            num_parts = min(max(1, chunk[axis]), -(-math.prod(chunk) * entry.itemsize // most))
-            chunk[axis] = -(-chunk[axis] // max(1, num_parts))
+            num_parts = max(1, min(chunk[axis], -(-math.prod(chunk) * entry.itemsize // most)))
+            chunk[axis] = -(-chunk[axis] // num_parts)
         return dataclasses.replace(entry, chunk=tuple(chunk))
 
     return [cut(entry) for entry in entries]

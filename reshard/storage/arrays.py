@@ -95,16 +95,17 @@ class ByteLimit:
     """
 
     def __init__(self, nbytes: int | None = None) -> None:
-        self.nbytes = None if nbytes is None else max(1, nbytes)
+        self.nbytes = nbytes
         self.peak = self._held = 0
         self._changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
     async def held(self, nbytes: int) -> AsyncIterator[None]:
         """Holds so many bytes in an `async with` block, as soon as they are free."""
-        if (most := self.nbytes) is None:
+        if self.nbytes is None:
             yield
             return
+        most = max(1, self.nbytes)
         nbytes = min(nbytes, most)
         async with self._changed:
             await self._changed.wait_for(lambda: self._held + nbytes <= most)

@@ -38,6 +38,7 @@ _OPEN_AT_ONCE = 256
 _INDEX_NBYTES = 8 << 20
 _LONGEST_NAME = 4096
 _MOST_NBYTES = 256 << 20  # of a file of metadata
+_NOT_STORED = ("uint2", "uint4", "float128", "complex256", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,9 +324,6 @@ def said(error: BaseException) -> str:
     """An error's first line, without what storage adds: ` [tensorstore_spec='…']`, positions in source files."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return re.split(r"\s*\[(?:source locations|[a-z_]+=)", text)[0].removesuffix(".") or type(error).__name__
-
-
-_NOT_STORED = ("uint2", "uint4", "float128", "complex256", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn")
 
 
 def fault_of_type(shape: Sequence[int], dtype: DTypeLike) -> str | None:
