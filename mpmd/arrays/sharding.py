@@ -99,7 +99,7 @@ class MpmdSharding(jax.sharding.Sharding):
         ids = frozenset(int(i) for i in mesh_ids)
         _check_mesh_ids(mpmd_mesh, ids)
         whole_spec, axis_name = as_spec(spec), mpmd_mesh.mpmd_axis_name
-        groups = tuple(sorted(ids)) or (0,)
+        self._groups = groups = tuple(sorted(ids)) or (0,)
         named = named_axis(whole_spec, axis_name)
         if named is not None and len(groups) == 1 and split is None:
             warnings.warn(
@@ -173,7 +173,7 @@ class MpmdSharding(jax.sharding.Sharding):
     @property
     def groups(self) -> tuple[int, ...]:
         """The groups that hold the array, ascending; group 0 if `mesh_ids` is empty."""
-        return tuple(sorted(self.mesh_ids)) or (0,)
+        return self._groups
 
     @property
     def local_groups(self) -> list[int]:

@@ -63,15 +63,19 @@ class _Picked(Sequence[BoundInstruction]):
 
     Attributes:
       places: those that the call has.
+      is_whole: whether these are all.
       walked: as the executor walks them.
     """
 
     def __init__(self, table: np.ndarray, walked: np.ndarray, picks: Sequence[np.ndarray], places: np.ndarray):
         self._table, self._picks, self.places = table, picks, places
         self._changed: dict[int, BoundInstruction] = {}  # by place
-        found = walked[(*(pick[places] for pick in picks), places)].tolist()
-        self._is_whole = len(places) == table.shape[-1]
-        self.walked: list[Instruction] = found if self._is_whole else [(*w[:5], n) for n, w in enumerate(found)]
+        self._more: dict[int, list[int]] = {}  # by place, what is read more, for the last time
+        at, self.is_whole = picks[0], len(places) == table.shape[-1]
+        for count, pick in zip(table.shape[1:-1], picks[1:], strict=True):
+            at = at * count + pick
+        found = walked.ravel().take((at * table.shape[-1])[places] + places).tolist()
+        self.walked: list[Instruction] = found if self.is_whole else [(*w[:5], n) for n, w in enumerate(found)]
 
     def __len__(self) -> int:
         return len(self.places)
@@ -87,12 +91,24 @@ class _Picked(Sequence[BoundInstruction]):
 
     def at(self, place: int) -> BoundInstruction:
         """The one in some place."""
-        return self._changed.get(place) or self._table[(*(pick[place] for pick in self._picks), place)]
+        found = self._changed.get(place) or self._table[(*(pick[place] for pick in self._picks), place)]
+        return reading(found, more) if (more := self._more.get(place)) else found
+
+    def _number(self, place: int) -> int:
+        return place if self.is_whole else int(np.searchsorted(self.places, place))
 
     def put(self, place: int, b: BoundInstruction) -> None:
         """Another instruction in some place that the call has."""
-        number = place if self._is_whole else int(np.searchsorted(self.places, place))
+        number = self._number(place)
         self._changed[place], self.walked[number] = b, _walked(b, number)
+        self._more.pop(place, None)
+
+    def read_more(self, place: int, more: list[int]) -> None:
+        """The instruction in some place reads this too, for the last time."""
+        number = self._number(place)
+        code, act, reads, writes, frees, _ = self.walked[number]
+        self.walked[number] = code, act, (*reads, *more), writes, (*frees, *more), number
+        self._more[place] = more
 
 
 class _Prepared(NamedTuple):
@@ -134,6 +150,7 @@ class BucketExecutor(Executor):
         self._number = 0  # of the order
         self._order: Order = ()
         self._permutations: Permutations = ()
+        self._where: dict[tuple[str, int, tuple[int, ...]], list[tuple[int, int]]] = {}  # the slots of microbatches
         self._kept: BoundedDict[tuple[Order, Permutations], _Prepared] = BoundedDict(NUM_ORDERS)
         self._twofold: dict[int, tuple[tuple[int, int], tuple[int, int]]]  # by position, the microbatches of two tasks
         super().__init__(*buckets[0], whole)
@@ -195,20 +212,23 @@ class BucketExecutor(Executor):
 
     def _call_of(self, order: Order, permutations: Permutations, arrays: Sequence[MicrobatchArray]) -> _Prepared:
         first, local, slots = self._bound_buckets.of[0], self._programs.mesh.local_groups, self._bound_buckets.slots
-        picked, template, key = self._picked(order, permutations), self._bound_buckets.template, repr(order)
+        picked, template, text = self._picked(order, permutations), self._bound_buckets.template, repr(order)
         if any(permutations):
-            template, key = self._numbered_anew(permutations), repr((order, permutations))
+            template, text = self._numbered_anew(permutations), repr((order, permutations))
         inputs = [[] if i in self._absent else where for i, where in enumerate(first.inputs)]
         for a in arrays:
-            value = Value(a.argument, a.microbatch)
-            groups = [g for g in a.sharding.groups if g in local and slots.has(g, value)]
-            inputs.append([(g, slots.of(g, value)) for g in groups])
+            key = a.argument, a.microbatch, a.sharding.groups
+            if (where := self._where.get(key)) is None:
+                value = Value(a.argument, a.microbatch)
+                groups = [g for g in a.sharding.groups if g in local and slots.has(g, value)]
+                where = self._where[key] = [(g, slots.of(g, value)) for g in groups]
+            inputs.append(where)
         names, avals = self._of_step
         return _Prepared(
             dataclasses.replace(self.bindings, instructions=picked, inputs=inputs, template=template),
             picked.walked,
             ([*names, *(a.name for a in arrays)], [*avals, *(a.aval for a in arrays)]),
-            zlib.crc32(key.encode()),
+            zlib.crc32(text.encode()),
             picked.places,
         )
 
@@ -228,12 +248,12 @@ class BucketExecutor(Executor):
             if one is not None and other is not None and one != other:
                 found.put(k, self._bound_buckets.pair(found.at(k), (one, other)))
         for k, change in changes.items():
-            b = found.at(k)
             if change.early is not None:
+                b = found.at(k)
                 of_tasks = [bucket_of[self._list_of[b.loop], task.microbatch] for task in b.tasks]
-                b = self._sums.out_of_turn(k, b, of_tasks, change.early, change.late)
-            found.put(k, reading(b, change.reads))
-        for k in [k for k in self._late if buckets[k] < 0]:
+                found.put(k, self._sums.out_of_turn(k, b, of_tasks, change.early, change.late))
+            found.read_more(k, change.reads)
+        for k in [] if found.is_whole else [k for k in self._late if buckets[k] < 0]:
             before = (p for p in reversed(places[: np.searchsorted(places, k)]) if self._groups[p] == self._groups[k])
             if (place := next(before, None)) is not None:  # what the others would free goes after the one before them
                 b = found.at(place)

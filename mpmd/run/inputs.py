@@ -55,6 +55,10 @@ class Inputs:
         ]
         self._num_here = [len(s.local_groups) for s in self.shardings]
 
+    @functools.cached_property
+    def _nowhere(self) -> MpmdSharding:
+        return MpmdSharding(self.shardings[0].mpmd_mesh, (), PartitionSpec())
+
     def dealt(self, absent: Set[int], more: Sequence[tuple[str, compat.Aval, MpmdSharding]]) -> "Inputs":
         """The inputs of a call with a list of microbatches, whose arrays come last.
 
@@ -62,11 +66,11 @@ class Inputs:
           absent: positions of arguments in whose place they come; a call has anything there.
           more: name, type and sharding of each array of the microbatches.
         """
-        found = copy.copy(self)
-        nowhere = MpmdSharding(self.shardings[0].mpmd_mesh, (), PartitionSpec())
+        found, nowhere = copy.copy(self), self._nowhere
         shardings = [nowhere if i in absent else s for i, s in enumerate(self.shardings)]
         found.shardings = [*shardings, *(s for _, _, s in more)]
-        found._num_here = [len(s.local_groups) for s in found.shardings]
+        num_here = {s: len(s.local_groups) for s in set(found.shardings)}
+        found._num_here = [num_here[s] for s in found.shardings]
         found.avals = [*self.avals, *(aval for _, aval, _ in more)]
         found._names = [*self._names, *(name for name, _, _ in more)]
         found._rows = (*self._rows, *[None] * len(more))

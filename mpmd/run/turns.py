@@ -67,6 +67,18 @@ class _Adding(NamedTuple):
     slots: tuple[int, ...]
 
 
+class _Together(NamedTuple):
+    """The instructions of one task each in one place of a line, whose memory lies side by side: most calls read it.
+
+    Attributes:
+      kept: (microbatches, columns), where that is which microbatches have added before their turn.
+      columns: of each instruction, the first one and the one after the last.
+    """
+
+    kept: np.ndarray
+    columns: list[tuple[int, tuple[int, int]]]
+
+
 class Change(NamedTuple):
     """What a call does with an instruction, beside its kind.
 
@@ -119,7 +131,7 @@ class Sums:
         starts = list(itertools.accumulate([len(line.microbatches) for line in self._lines], initial=0))
         at = [(k, starts[line] + position) for (line, position), ks in self._places.items() for k in ks]
         self._simple, self._at = np.array(at, np.intp).reshape(-1, 2).T
-        self._early: dict[tuple[int, ...], dict[int, list[int]]] = {}  # by slots and microbatch, other slots
+        self._early: dict[tuple[int, ...], np.ndarray] = {}  # by slots, (microbatches, slots) of other slots
         added = [(a.line, operations[slot]) for own in self._of.values() for a in own for slot in a.slots]
         self._without_parts = {line: operation for line, operation in added if not operation.has_parts}
 
@@ -146,14 +158,18 @@ class Sums:
                     f" {operation!r}. Give the list itself, or one that you have put in order yourself."
                 )
             for position, microbatches in followed.items():
-                for k in self._places.get((number, position), ()):
-                    changes[k] = Change(None, [], self._kept(k, 0, microbatches))
+                if (together := self._together.get((number, position))) is not None:
+                    columns = together.kept[microbatches].T.tolist()
+                    for k, (start, stop) in together.columns:
+                        changes[k] = Change(
+                            None, [], [slot for row in zip(*columns[start:stop], strict=True) for slot in row]
+                        )
         found[self._simple] = np.array([kind for kinds, _ in of_lines for kind in kinds], int)[self._at]
         for k, own in self._twofold.items():
             early = [n for n, a in enumerate(own) if of_lines[a.line][0][a.position] == EARLY]
             late = {n: of_lines[a.line][1].get(a.position, ()) for n, a in enumerate(own)}
             if early or any(late.values()):
-                reads = [slot for n, microbatches in late.items() for slot in self._kept(k, n, microbatches)]
+                reads = [slot for n, ms in late.items() for m in ms for slot in self._kept(k, n)[m].tolist()]
                 changes[k] = Change(early, [n for n, microbatches in late.items() for _ in microbatches], reads)
         return found, changes
 
@@ -162,16 +178,32 @@ class Sums:
         early, late = [0] * (kind == EARLY), [0] * (kind == FOLLOWED)
         return {k: self.out_of_turn(k, instructions[k], [bucket], early, late) for k in self._simple.tolist()}
 
-    def _kept(self, k: int, number: int, microbatches: Iterable[int]) -> list[int]:
-        """Where that is which microbatches have added, before their turn, to what an instruction adds to."""
+    @functools.cached_property
+    def _together(self) -> dict[tuple[int, int], _Together]:
+        """By line and position."""
+        tables: dict[tuple[tuple[int, ...], ...], np.ndarray] = {}
+        found = {}
+        for place, ks in self._places.items():
+            of_all = tuple(self._of[k][0].slots for k in ks)
+            if of_all not in tables:
+                tables[of_all] = np.concatenate([self._kept(k, 0) for k in ks], axis=1)
+            stops = itertools.accumulate(map(len, of_all), initial=0)
+            found[place] = _Together(tables[of_all], list(zip(ks, itertools.pairwise(stops), strict=True)))
+        return found
+
+    def _kept(self, k: int, number: int) -> np.ndarray:
+        """Where that is which microbatches have added before their turn to what an instruction adds to.
+
+        Returns:
+          (microbatches, slots).
+        """
         adding = self._of[k][number]
-        if (of_slots := self._early.get(adding.slots)) is None:
-            slots, group = self._buckets.slots, self._instructions[k].group
-            of_slots = self._early[adding.slots] = {
-                m: [slots.of(group, ("summed early", slot, m)) for slot in adding.slots]
-                for m in self._lines[adding.line].microbatches
-            }
-        return [*itertools.chain.from_iterable(map(of_slots.__getitem__, microbatches))]
+        if adding.slots not in self._early:
+            slots, group, own = self._buckets.slots, self._instructions[k].group, self._lines[adding.line].microbatches
+            kept = self._early[adding.slots] = np.zeros((max(own) + 1, len(adding.slots)), int)
+            for m in own:
+                kept[m] = [slots.of(group, ("summed early", slot, m)) for slot in adding.slots]
+        return self._early[adding.slots]
 
     def out_of_turn(
         self, k: int, b: BoundInstruction, buckets: Sequence[int], early: Collection[int], late: Collection[int]
@@ -187,7 +219,7 @@ class Sums:
         writes, donates = list(b.writes), set(b.donates)
         for n in early:
             donates.difference_update(self._of[k][n].slots)
-            kept = self._kept(k, n, [b.tasks[self._of[k][n].task].microbatch])
+            kept = self._kept(k, n)[b.tasks[self._of[k][n].task].microbatch].tolist()
             for write, slot in zip(parts[n].writes, kept, strict=True):
                 writes[write] = slot
         act = _summing(b.act, len(b.reads), [parts[n] for n in early], [parts[n] for n in late])
