@@ -24,7 +24,7 @@ from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.job.job import Job
 from reshard.moving.execute import execute
-from reshard.moving.plan import describe, place_of, plan_leaves, raise_faults
+from reshard.moving.plan import as_jax_would, describe, place_of, plan_leaves, raise_faults
 from reshard.moving.progress import Progress, ProgressCallback, Stats, how_far
 from reshard.moving.remote import agree
 from reshard.moving.sources import delete
@@ -172,7 +172,7 @@ def _reshard(
     global _last_stats
     paths, sources, treedef = flatten(tree)
     job = joining.current()
-    sources = [_as_jax_would(source, job) for source in sources]
+    sources = [_on_host(source, job) for source in sources]
     targets = [
         target.replace(mesh_ids={0}) if isinstance(target, MpmdSharding) and not target.mesh_ids else target
         for target in broadcast(shardings, tree, name)
@@ -214,17 +214,11 @@ def _reshard(
     return jax.tree.unflatten(treedef, results)
 
 
-def _as_jax_would(source: Any, job: Job | None) -> Any:
-    """Host values as arrays of the dtype that they will have on devices (float64 is float32 unless enabled).
-
-    Beside other processes an array on this one's devices alone is a host value too: each has its own.
-    """
+def _on_host(source: Any, job: Job | None) -> Any:
+    """Host values as JAX would have them; beside other processes an array on this one's devices alone is one too."""
     if job is not None and is_plain(source) and source.is_fully_addressable and not source.is_deleted():
         return source if keys.is_key(source.dtype) else np.asarray(source)
-    if isinstance(source, (np.ndarray, np.generic, bool, int, float, complex)):
-        array = np.asarray(source)
-        return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-    return source
+    return as_jax_would(source)
 
 
 def _fault_of_source(source: object, job: Job | None) -> str | None:

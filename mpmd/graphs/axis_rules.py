@@ -318,7 +318,7 @@ _RULES: dict[str, Rule] = {
     "split": _along_other_axes("axis"),
     "squeeze": _reduce(None, "dimensions"),
     "stack": _stack,
-    "top_k": _leading(own=1),
+    "top_k": _along_other_axes("axis"),
     "transpose": _transpose,
     "unstack": _unstack,
 }

@@ -45,10 +45,19 @@ def linear_in(eqn: compat.JaxprEqn, position: int) -> list[int]:
     elif position in _EACH.get(name, ()):
         # A division of integers rounds, and so does a conversion to them.
         rounds = name in ("div", "convert_element_type")
-        found = [] if rounds and not jax.dtypes.issubdtype(eqn.outvars[0].aval.dtype, np.inexact) else [position]
+        rounds = rounds and not jax.dtypes.issubdtype(eqn.outvars[0].aval.dtype, np.inexact)
+        found = [] if rounds or (name == "gather" and not _fills_with_zeros(eqn)) else [position]
     else:
         return []
     return found if eqn.invars[position].aval.dtype != np.bool_ else []
+
+
+def _fills_with_zeros(eqn: compat.JaxprEqn) -> bool:
+    """Whether what a `gather` gives for indices out of bounds is as good as nothing: 0, or NaN, which all sums are."""
+    if eqn.params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+        return True
+    value, is_inexact = eqn.params["fill_value"], jax.dtypes.issubdtype(eqn.outvars[0].aval.dtype, np.inexact)
+    return is_inexact if value is None else bool(value == 0 or (is_inexact and np.isnan(value)))
 
 
 def is_linear_in(eqn: compat.JaxprEqn, v: compat.Var) -> bool:

@@ -10,7 +10,15 @@ from jax.typing import ArrayLike
 
 from mpmd.errors import StageError
 from mpmd.ops.lists import TreeDef
-from mpmd.ops.reductions import Add, Mean, Operation, broadcast_operation, is_number_or_array, output_leaves
+from mpmd.ops.reductions import (
+    Add,
+    Mean,
+    Operation,
+    broadcast_operation,
+    dtype_of_sum,
+    is_number_or_array,
+    output_leaves,
+)
 
 
 class Means:
@@ -52,7 +60,7 @@ class Means:
 
     def _to_sum(self, x: ArrayLike) -> jax.Array:
         x = jnp.asarray(x)
-        return x.astype(np.int32) if x.dtype == np.bool_ else x
+        return x.astype(dtype_of_sum(x.dtype))
 
     def _weight_of(self, x: Any) -> jax.Array:
         given = self._weights(x)  # pyright: ignore[reportOptionalCall]

@@ -122,6 +122,8 @@ class Add(Operation):
 class Mean(Add):
     """The sum over microbatches divided by their number. Of booleans: the share of True.
 
+    Integers of less than 32 bits are summed in int32.
+
     Args:
       once: as for `Add`.
     """
@@ -130,7 +132,7 @@ class Mean(Add):
     reads_number = is_elementwise = has_parts = True
 
     def init(self, aval: compat.Aval, num_microbatches: int) -> jax.Array:
-        return self.full(aval, 0, dtype=np.int32 if aval.dtype == np.bool_ else None)
+        return self.full(aval, 0, dtype=dtype_of_sum(aval.dtype))
 
     def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
         return acc + x
@@ -194,6 +196,12 @@ class Concat(Operation):
             raise StageError(
                 f"treduce: {self!r} stacks an output with {ndim} axes. Pass an int from {-ndim - 1} to {ndim}."
             ) from None
+
+
+def dtype_of_sum(dtype: np.dtype) -> np.dtype:
+    """What a mean is summed in: sums of booleans and of small integers would not fit their own dtype."""
+    is_small = dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4)
+    return np.dtype(np.int32) if is_small else dtype
 
 
 def explicit_sharding(aval: AbstractValue) -> NamedSharding | None:

@@ -12,8 +12,9 @@ body) that concerns it, and what is sent is the predicate and what the branches 
 """
 
 import dataclasses
+import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -291,11 +292,19 @@ def _unrolled(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
         carry = body.outs[:m]
         for rows, y in zip(stacked, body.outs[m:], strict=True):
             rows[at] = y
-    results = [([c], lambda x: jnp.copy(x)) for c in carry] + [(rows, lambda *ys: jnp.stack(ys)) for rows in stacked]
+    results = [([c], lambda x: jnp.copy(x)) for c in carry] + [
+        (rows, _stack_of(v)) for v, rows in zip(eqn.outvars[m:], stacked, strict=True)
+    ]
     for v, (atoms, make) in zip(eqn.outvars, results, strict=True):
         if not isinstance(v, compat.DropVar):
             add(trace_equations(make, *atoms).named([v]))
     return found
+
+
+def _stack_of(v: compat.Var) -> Callable[..., jax.Array]:
+    """Makes the stack of the rows of all iterations; there may be none."""
+    empty = functools.partial(keys.zeros, v.aval.shape, v.aval.dtype, explicit_sharding(v.aval))
+    return lambda *rows: jnp.stack(rows) if rows else empty()
 
 
 _CUTS = {"cond": _cut_cond, "scan": _cut_loop, "while": _cut_loop}

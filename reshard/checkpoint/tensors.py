@@ -19,12 +19,13 @@ from reshard.checkpoint.commit import Working
 from reshard.checkpoint.matching import tree_path
 from reshard.checkpoint.requests import Request
 from reshard.checkpoint.write_plan import WrittenLeaf, plan_writing, start_copies
-from reshard.edits.edited import copy_cast, edited
+from reshard.edits.edited import edited
 from reshard.edits.entries import Entry, Origin
 from reshard.edits.mapped import exported, imported_from
 from reshard.edits.mapping import Mapping, config_of, read_mapping
 from reshard.edits.tree_edits import Entries, cast
 from reshard.sizes import nbytes_of
+from reshard.storage.casts import copy_cast
 from reshard.storage.huggingface import TensorFolder
 from reshard.storage.paths import Key, Path, compiled, dotted, show
 from reshard.storage.stored import Checkpoint, Leaf

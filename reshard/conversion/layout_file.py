@@ -176,10 +176,11 @@ def _rule(
     if axis is not None and by_layer:
         faults.append(f"{name} has both stacked_axis and by_layer; layers are either stacked or entries of their own")
     counts = value.get("layers_per_group")
+    num_chosen = len(groups) if isinstance(groups, list) else num_groups
     if counts is not None and not (
-        isinstance(counts, list) and len(counts) == num_groups and all(isinstance(n, int) and n >= 0 for n in counts)
+        isinstance(counts, list) and len(counts) == num_chosen and all(isinstance(n, int) and n >= 0 for n in counts)
     ):
-        faults.append(f"{name}.layers_per_group is {counts!r}, but must be {num_groups} numbers, one a group")
+        faults.append(f"{name}.layers_per_group is {counts!r}, but must be {num_chosen} numbers, one a group")
         counts = None
     if counts is not None and axis is None and not by_layer:
         faults.append(f"{name} has layers_per_group, but neither stacked_axis nor by_layer")

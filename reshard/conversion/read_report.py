@@ -188,8 +188,8 @@ def _shares(
         except ValueError as error:
             raise ReshardError(f"rule {rule.path!r}: {error}") from None
         return [(r.group, whole.with_range(axis, r.start, r.stop)) for r in ranges]
-    ends = enumerate(itertools.pairwise((0, *_ends(leaf.shape[axis], rule, len(layout.groups)))))
-    return [(group, whole.with_range(axis, start, end)) for group, (start, end) in ends if group in groups]
+    ends = itertools.pairwise((0, *_ends(leaf.shape[axis], rule, len(groups))))
+    return [(group, whole.with_range(axis, *ends)) for group, ends in zip(sorted(groups), ends, strict=True)]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -47,9 +47,10 @@ class AxesRule:
 
 
 def _side(text: str, whole: str) -> Named:
-    if not re.fullmatch(r"\s*((\w+|\(\s*\w+(\s+\w+)*\s*\))\s*)*", text):
+    found = re.findall(r"\w+|\([\w\s]*\)|\S", text)  # a pattern of the whole would take exponential time
+    axes = tuple([tuple(axis.strip("()").split()) for axis in found])
+    if not all(axis and re.fullmatch(r"[\w\s]+", " ".join(axis)) for axis in axes):
         raise ValueError(f"{whole!r} is not written like '(heads dim) model -> model heads dim'")
-    axes = tuple([tuple(axis.strip("()").split()) for axis in re.findall(r"\w+|\([^)]*\)", text)])
     names = [name for axis in axes for name in axis]
     if len(set(names)) < len(names):
         raise ValueError(f"{whole!r} has a name twice on one side")

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterable
 from collections.abc import Mapping as Map
 
-import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
@@ -16,6 +15,7 @@ from reshard.edits.entries import Entry, Origin
 from reshard.edits.tree_edits import Change
 from reshard.places import aligned_empty
 from reshard.storage.arrays import ByteLimit, Reads, StoredArray
+from reshard.storage.casts import copy_cast
 from reshard.storage.huggingface import natural
 from reshard.storage.paths import Path, show
 from reshard.storage.stored import Checkpoint, open_array, said
@@ -133,31 +133,3 @@ class EditedArray:
                     view = data[(*piece.target.relative_to(box).slices, ...)]
                     await self._sources.copy(piece, view, show(self._entry.path))
         return data
-
-
-@functools.lru_cache(maxsize=64)
-def _largest(dtype: np.dtype) -> float | None:
-    """What is cut to the largest value of a dtype that has no infinity, from here on; None of other dtypes."""
-    if not jnp.issubdtype(dtype, np.floating) or not np.isfinite(np.array(np.inf).astype(dtype)):
-        return None
-    about = jnp.finfo(dtype)
-    most, eps = float(about.max), float(about.eps)
-    return most + most / (2 - eps) * eps / 2  # it rounds to the next power of two, which does not exist
-
-
-def copy_cast(data: np.ndarray, view: np.ndarray, name: str) -> None:
-    """Copies values, cast to the dtype of where they go.
-
-    Raises:
-        ReshardError: finite values do not fit that dtype.
-    """
-    if data.dtype == view.dtype:
-        view[...] = data
-        return
-    with np.errstate(over="ignore"):
-        np.copyto(view, data, casting="unsafe")
-        is_lost = np.isfinite(data) & ~(
-            np.isfinite(view) if (most := _largest(view.dtype)) is None else (-most < data) & (data < most)
-        )
-    if lost := np.count_nonzero(is_lost):
-        raise ReshardError(f"{name}: {lost} values of {data.dtype} are too large for {view.dtype}.")

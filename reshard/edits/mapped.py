@@ -33,7 +33,7 @@ def imported(
         kept = [e for e in entries if not any(fnmatch.fnmatchcase(dotted(e.path), p) for p in mapping.ignore)]
         made = _Application(mapping, config, {dotted(e.path): e for e in kept}, "tensor").made()
         for pattern in mapping.stack:
-            if not keep_apart(pattern) and any(_nodes(pattern, e.path) for e in made):
+            if not keep_apart(pattern) and any(True for e in made for _ in _nodes(pattern, e.path)):
                 made = tree_edits.stack(pattern, f"mapping {mapping.name}: stack {pattern}")(made)
         return made
 

@@ -195,8 +195,10 @@ def _rule(value: object, name: str, faults: list[str]) -> MappingRule:
             faults.append(f"{name}.along is {along!r}, which is no axis of the one that has all")
     if parts is not None and len(parts) != several:
         faults.append(f"{name}.parts has {counted(len(parts), 'entry')} for {several}")
-    wildcards = {frozenset(re.findall(r"\{(\w+)\}", text)) for text in (*tensors, *arrays)}
-    if len(wildcards) > 1:
+    in_braces = [re.findall(r"\{(\w+)\}", text) for text in (*tensors, *arrays)]
+    if any(len(set(names)) < len(names) or not all(map(str.isidentifier, names)) for names in in_braces):
+        faults.append(f"{name}: what stands in braces must be a name, once in each tensor and array")
+    if len(set(map(frozenset, in_braces))) > 1:
         faults.append(f"{name}: tensor and array do not name the same numbers in braces")
     optional = value.get("optional", False)
     return MappingRule(tensors, arrays, axes, along, tuple(parts) if parts is not None else None, bool(optional))

@@ -182,12 +182,35 @@ def plan(
         True
     """
     paths, avals, _ = flatten(arrays_or_avals)
+    avals = [as_jax_would(aval) for aval in avals]
+    raise_faults(
+        [
+            f"{path or 'the array'}: is a {type(aval).__name__}, not an array"
+            for path, aval in zip(paths, avals, strict=True)
+            if not hasattr(aval, "shape")
+        ]
+    )
     if from_shardings is None:
         sources = [place_of(aval) for aval in avals]
     else:
         sources = broadcast(from_shardings, arrays_or_avals, "from_shardings")
     targets = broadcast(to_shardings, arrays_or_avals, "to_shardings")
     return plan_leaves(describe(paths, avals, sources, targets), threshold_nbytes(threshold))
+
+
+def as_jax_would(x: Any) -> Any:
+    """Host values as arrays of the dtype that they will have on devices (float64 is float32 unless enabled).
+
+    Raises:
+        ReshardError: an int does not fit.
+    """
+    if not isinstance(x, (np.ndarray, np.generic, bool, int, float, complex)):
+        return x
+    array = np.asarray(x)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
+    if type(x) is int and np.issubdtype(dtype, np.integer) and array.astype(dtype) != array:
+        raise ReshardError(f"the int {x} is too large for {dtype}. Enable jax_enable_x64, or pass a float.")
+    return array.astype(dtype, copy=False)
 
 
 def place_of(x: Described) -> Placement:

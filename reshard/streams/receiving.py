@@ -137,18 +137,19 @@ def _matched(
     """The structure of the received tree, and for each of its leaves the sharding and what it is made of."""
     found, treedef = jax.tree_util.tree_flatten_with_path(places, is_leaf=is_place)
     names, placed = [name_of(path) for path, _ in found], [place for _, place in found]
-    known = {_slashed(name): name for name in made}
-    is_full = {_slashed(name) for name in names} == set(known) or any(_is_described(place) for place in placed)
+    sent = _sent(made, names)
+    is_full = len(sent) == len(names) == len(made) or any(_is_described(place) for place in placed)
     if same and tree is not None and not is_full:
         registry = jax.tree_util.default_registry
         treedef = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, bytes.fromhex(tree))
         names = list(made)
+        sent = dict(zip(names, names, strict=True))
         placed = broadcast(places, jax.tree.unflatten(treedef, names), "target_shardings", is_leaf=is_place)
     targets: list[tuple[KeptLeaf, Origins]] = []
-    faults = [f"there is no place for {known[name]}" for name in known.keys() - set(map(_slashed, names))]
+    faults = [f"there is no place for {name}" for name in made if name not in sent.values()]
     shardings: list[jax.sharding.Sharding] = []
     for name, place in zip(names, placed, strict=True):
-        if (own := known.get(_slashed(name))) is None:
+        if (own := sent.get(name)) is None:
             faults.append(f"nobody sends {name}")
             continue
         about, origins = made[own]
@@ -158,8 +159,24 @@ def _matched(
         targets.append((about, origins))
         shardings.append(place.sharding if _is_described(place) else place)
     if faults:
-        raise ReshardError(f"what is sent does not fit the targets:\n{first_of(faults)}")
+        hint = ""
+        if same and tree is None and not is_full:
+            hint = (
+                "\nIts structure, which has nodes such as named tuples or dicts with numbers as keys, cannot be sent:"
+                " give target_shardings for the whole tree."
+            )
+        raise ReshardError(f"what is sent does not fit the targets:\n{first_of(faults)}{hint}")
     return treedef, shardings, targets
+
+
+def _sent(made: Mapping[str, object], names: Sequence[str]) -> dict[str, str]:
+    """For each wanted tensor the sent one: that of its name, else one whose name is written in the other way."""
+    found = {name: name for name in names if name in made}
+    left = {_slashed(name): name for name in made if name not in found}
+    for name in names:
+        if name not in found and (own := left.pop(_slashed(name), None)) is not None:
+            found[name] = own
+    return found
 
 
 def _slashed(name: str) -> str:

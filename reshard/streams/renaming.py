@@ -51,8 +51,8 @@ def renamed(leaves: Sequence[KeptLeaf], names: Any) -> dict[str, tuple[KeptLeaf,
     except ReshardError as error:
         try:
             entries = exported(mapping, {})(stored)
-        except ReshardError:
-            raise error from None
+        except ReshardError as other:
+            raise ReshardError(f"{error}\nThe other way round: {other}") from None
 
     def origins(entry: Entry) -> Origins:
         def moves(origin: Origin) -> Moves:

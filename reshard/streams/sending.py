@@ -82,8 +82,8 @@ class Sender:
             self._check(paths, leaves, None)
         if self._job is not None:
             self._job.calls.note(self._ranks, Note(f"sent version {version} of {self._what}"))
-        self._last = version
         taken = copies.started(leaves, self._layout)
+        self._last = version
         values: dict[int, list[tuple[Box, object]]] = {}
         for piece, value in zip(self._layout.pieces, taken.values, strict=True):
             values.setdefault(piece.leaf, []).append((piece.box, value))
@@ -139,8 +139,9 @@ class Sender:
                     self.check()
                     if self._job is not None and self.shelf.versions(self._last - 1, 0.0):  # else it is still computed
                         self._job.activity.waits_for(others)
-        if self._error is not None:
-            raise self._error
+        if (error := self._error) is not None:
+            self._error = None  # another version may get through
+            raise error
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -156,6 +157,7 @@ class Sender:
             finally:
                 del shelved
                 self._idle.set()
+        self.shelf.close()
 
     def _wait_for_others(self, version: int) -> None:
         """Returns when all senders have a version on their shelves."""

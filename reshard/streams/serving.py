@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpmd.arrays.boxes import Box
+from mpmd.errors import ReshardError
 from mpmd.resilience import keeper
 from reshard.streams.shelf import Shelf, Shelved
 
@@ -27,8 +28,9 @@ _LIMIT_S = 60.0
 _PAUSE_S = 0.2
 _CHUNK = 4 << 20
 _BLOCK, _ROW = 1 << 20, 16 << 10
-_FORMAT = 2  # of what is said and sent; another one whenever that changes
+_FORMAT = 3  # of what is said and sent; another one whenever that changes
 _PART = struct.Struct("!QI")
+_FAULT = (1 << 64) - 1  # in the place of a part's size: a text of so many bytes comes, which says why there is no part
 
 
 class SentPart(NamedTuple):
@@ -115,7 +117,10 @@ class ShelfServer:
                 ask = message["ask"]
                 if ask == "versions":
                     wait_s = min(float(message["wait_s"]), _LIMIT_S / 2)
-                    keeper.send(connection, {"versions": shelf.versions(message["after"], wait_s)})
+                    try:
+                        keeper.send(connection, {"versions": shelf.versions(message["after"], wait_s)})
+                    except ReshardError as error:
+                        keeper.send(connection, {"closed": str(error)})
                 elif ask == "hold":
                     keeper.send(connection, {"description": near.hold(message["version"])})
                 elif ask == "read" and near.held is not None:
@@ -130,7 +135,12 @@ class ShelfServer:
         dtype: str,
     ) -> None:  # fmt: skip
         box = Box(tuple(start), tuple(stop))
-        data = _bytes_of(shelved.read(leaf, box, jnp.dtype(dtype)))
+        try:
+            data = _bytes_of(shelved.read(leaf, box, jnp.dtype(dtype)))
+        except ReshardError as error:
+            text = str(error).encode()
+            connection.sendall(_PART.pack(_FAULT, len(text)) + text)
+            raise OSError("a part cannot be sent") from error
         connection.sendall(_PART.pack(data.nbytes, _checksum(data, _digest(leaf, box, dtype, about))))
         for first in range(0, data.nbytes, _CHUNK):
             connection.sendall(data[first : first + _CHUNK].data)
@@ -236,8 +246,15 @@ class FarShelf:
             raise
 
     def versions(self, after: int, wait_s: float) -> list[int]:
-        """The versions after `after`; waits so long for one."""
-        return keeper.ask(self._socket, "versions", after=after, wait_s=wait_s)["versions"]
+        """The versions after `after`; waits so long for one.
+
+        Raises:
+            ReshardError: there is none to wait for: none will come.
+        """
+        found = keeper.ask(self._socket, "versions", after=after, wait_s=wait_s)
+        if "closed" in found:
+            raise ReshardError(found["closed"])
+        return found["versions"]
 
     def hold(self, version: int | None) -> str | None:
         """Holds a version and no other: its description; None if it has gone. None holds none."""
@@ -246,13 +263,19 @@ class FarShelf:
         return description
 
     def read(self, parts: Sequence[tuple[SentPart, np.ndarray]]) -> None:
-        """Reads parts of the version that is held into their places."""
+        """Reads parts of the version that is held into their places.
+
+        Raises:
+            ReshardError: values do not fit the dtype that was asked for.
+        """
         asked = [(part.leaf, part.box.start, part.box.stop, part.dtype.name) for part, _ in parts]
         keeper.send(self._socket, {"ask": "read", "parts": asked})
         for part, view in parts:
             is_direct = part.origin is None and view.flags.c_contiguous
             data = view if is_direct else np.empty(part.box.shape, part.dtype)
             nbytes, sum = _PART.unpack(keeper.exactly(self._socket, bytearray(_PART.size)))
+            if nbytes == _FAULT:
+                raise ReshardError(keeper.exactly(self._socket, bytearray(sum)).decode())
             if nbytes != data.nbytes:
                 raise OSError(f"{nbytes} bytes came for {data.nbytes}")
             begun = _digest(part.leaf, part.box, part.dtype.name, self._about)

@@ -1,5 +1,6 @@
 """What a process keeps of the versions that it sends: copies in host memory, each until nobody can want it any more."""
 
+import json
 import threading
 from collections import Counter
 from typing import NamedTuple
@@ -7,6 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mpmd.arrays.boxes import Box
+from mpmd.errors import ReshardError
+from reshard.places import aligned_empty
+from reshard.storage.casts import copy_cast
 
 
 class Shelved(NamedTuple):
@@ -23,11 +27,18 @@ class Shelved(NamedTuple):
     values: dict[int, list[tuple[Box, object]]]
 
     def read(self, leaf: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """The values of a box in one piece of memory, cast to a dtype."""
+        """The values of a box in one piece of memory, cast to a dtype.
+
+        Raises:
+            ReshardError: some are too large for it.
+        """
         held, value = next((held, value) for held, value in self.values.get(leaf, ()) if box in held)
         part = np.asarray(np.asarray(value)[box.relative_to(held).slices])
-        with np.errstate(over="ignore"):
-            return part.astype(dtype, order="C", copy=False)
+        if part.dtype == dtype:
+            return np.ascontiguousarray(part).reshape(part.shape)
+        cast = aligned_empty(box.shape, dtype)
+        copy_cast(part, cast, lambda: json.loads(self.description)["leaves"][leaf][0])
+        return cast
 
 
 class Shelf:
@@ -37,6 +48,7 @@ class Shelf:
         self._changed = threading.Condition()
         self._versions: dict[int, Shelved] = {}
         self._holds: Counter[int] = Counter()
+        self._is_closed = False
         self._oldest_of_use = 0
 
     def put(self, shelved: Shelved) -> None:
@@ -52,10 +64,24 @@ class Shelf:
             self._drop()
 
     def versions(self, after: int, wait_s: float) -> list[int]:
-        """The versions after `after`; waits so long for one."""
+        """The versions after `after`; waits so long for one.
+
+        Raises:
+            ReshardError: there is none to wait for: none will come.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: any(v > after for v in self._versions), wait_s)
-            return [v for v in self._versions if v > after]
+            self._changed.wait_for(lambda: self._is_closed or any(v > after for v in self._versions), wait_s)
+            if found := [v for v in self._versions if v > after]:
+                return found
+            if self._is_closed and wait_s:
+                raise ReshardError("it has been closed by its sender.")
+            return []
+
+    def close(self) -> None:
+        """No version will come."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def hold(self, version: int | None) -> Shelved | None:
         """Keeps a version until it is released; None if it has gone."""

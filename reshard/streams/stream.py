@@ -151,7 +151,7 @@ def stream(
         source_shardings: a pytree of shardings (`MpmdSharding` or JAX's), or a prefix of one, of what is sent.
         target_shardings: where it goes, likewise. A leaf may be a `jax.ShapeDtypeStruct` with a sharding: floats are
             cast to its dtype before they are sent. Give the whole tree where `names` is given, and where the sent
-            tree has nodes of classes of your own.
+            tree has nodes of classes of your own, named tuples (as Optax's states) or dicts with numbers as keys.
         threshold: bytes that are read from a sender at once, also as text (`"64MiB"`); the default is 16 MiB.
         names: how the sent tensors become the received ones: a mapping, by name, as a file or as its content, as for
             checkpoints. None: by their names.

@@ -50,6 +50,8 @@ def test_a_stacked_array_is_read_by_stages_in_its_chunks():
     assert needs_and_reads(one_chunk) == [(whole // 4, whole)] * 4
     columns = plan(document, w=(shape, (8, 16, 8)))
     assert needs_and_reads(columns) == [(whole // 4, whole)] * 4
+    of_two = {"mesh": MESH, "rules": [{**document["rules"][0], "groups": [2, 1]}]}
+    assert needs_and_reads(plan(of_two, w=(shape, (1, 16, 32)))) == [(0, 0), *[(whole // 2, whole // 2)] * 2, (0, 0)]
     assert [p.device_bytes for p in one_chunk.processes] == [
         dict.fromkeys(range(4 * i, 4 * i + 4), whole // 8) for i in range(4)
     ]

@@ -44,6 +44,7 @@ CASES = {
     "sort": (lambda x, y: lax.sort((x, y), dimension=1, num_keys=1), X, -X),
     "rev": (lambda x: lax.rev(x, (1,)), X),
     "top_k": (lambda x: lax.top_k(x, 2), X),
+    "top_k in front": (lambda x: lax.top_k(x, 2, axis=0), X),
     "concatenate": (lambda x, y: lax.concatenate((x, y), 1), X, -X),
     "split": (lambda x: lax.split(x, (1, 4), axis=2), X),
     "stack": (lambda x, y: jnp.stack((x, y), 1), X, -X),

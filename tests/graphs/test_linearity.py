@@ -29,6 +29,8 @@ MORE = {
         X,
         X,
     ),
+    "gather that fills with 1": (lambda x: jnp.take(x, np.array([0, 9]), axis=0, mode="fill", fill_value=1), X),
+    "gather that fills with 0": (lambda x: jnp.take(x, np.array([0, 9]), axis=0, mode="fill", fill_value=0), X),
     "scatter-add": (lambda x, y: x.at[np.array([2, 0])].add(y), X, X[:2]),
     "scatter of updates": (lambda x, y: x.at[np.array([2, 0])].set(y), X, X[:2]),
     "pad with a value": (lambda x, y: lax.pad(x, y, ((1, 0, 0), (0, 0, 1), (0, 2, 0))), X, np.float32(2)),

@@ -279,3 +279,10 @@ def test_operations_whose_attributes_are_equal_but_differ_are_two(factors):
 
         got, want = mpmd.jit(step, mpmd_mesh=mesh)(XS), jax.jit(step)(XS)
         assert (got.dtype, str(got)) == (want.dtype, str(want))
+
+
+@pytest.mark.parametrize("weights", [None, lambda x: 1])
+def test_a_mean_of_small_integers_is_summed_in_larger_ones(weights):
+    xs = jnp.full((3, 2), 100, jnp.int8)
+    mean = mpmd.treduce(lambda x: x, xs, schedule=None, operation=mpmd.Mean, weights=weights)
+    np.testing.assert_array_equal(mean, [100, 100])

@@ -927,7 +927,7 @@ def gradients_of_several_steps():
 
 @program
 def history_of_gradients():
-    """A scan over stored gradients, projected out one after the other: each iteration reads all groups."""
+    """A scan over stored gradients, projected out in turn, and over none: each iteration reads all groups."""
 
     def step(state, batch):
         value, grads = _gradients(state, batch)
@@ -938,8 +938,9 @@ def history_of_gradients():
             return [d - alpha * o for d, o in zip(direction, old, strict=True)], alpha
 
         direction, alphas = lax.scan(project, grads, history)
+        direction, nothing = lax.scan(project, direction, [h[:0] for h in history])
         params = [p - 0.1 * d for p, d in zip(state["params"], direction, strict=True)]
-        return {"params": params, "history": history}, (value, alphas)
+        return {"params": params, "history": history}, (value, alphas, nothing)
 
     return step, ({"params": equal_weights(), "history": [array(3, D, D)] * 4}, equal_batch())
 

@@ -156,11 +156,17 @@ def test_arrays_come_from_numpy_and_go_to_numpy(mesh):
 
 
 def test_host_values_get_the_dtypes_that_jax_gives_them(mesh):
-    tree = {"a": np.arange(4), "b": np.float64(1.5), "c": 2, "d": True}
+    tree = {"a": np.arange(4), "b": np.float64(1.5), "c": 2, "d": True, "e": np.arange(4, dtype=">f8")}
     stages = reshard.spmd_to_mpmd_reshard(mesh, tree, MpmdSharding(mesh, 1))
+    assert reshard.plan(tree, None, MpmdSharding(mesh, 1)).bytes_moved == reshard.last_stats().bytes_moved
     for name, value in tree.items():
-        assert stages[name].dtype == stages[name].array_in(1).dtype == jnp.asarray(value).dtype
+        native = value.astype(value.dtype.newbyteorder("=")) if isinstance(value, np.ndarray) else value
+        assert stages[name].dtype == stages[name].array_in(1).dtype == jnp.asarray(native).dtype
         np.testing.assert_array_equal(stages[name], value)
+    with pytest.raises(reshard.ReshardError, match=rf"the int {1 << 40} is too large for int32\."):
+        reshard.spmd_to_mpmd_reshard(mesh, {"a": 1 << 40}, MpmdSharding(mesh, 1))
+    with pytest.raises(reshard.ReshardError, match=r"\['a'\]: is a str, not an array"):
+        reshard.plan({"a": "text"}, None, MpmdSharding(mesh, 1))
 
 
 def test_the_result_is_donated_to_a_program_like_any_other(mesh):

@@ -139,6 +139,17 @@ def test_a_tree_with_other_names_is_not_taken_for_the_one_before():
     assert {name: int(np.asarray(x)[0, 0]) for name, x in tree.items()} == {"a": 2, "c": 1}
     stream.close()
     assert said(lambda: stream.send({"a": two, "c": one}, version=2)) == "stream: it has been closed."
+    assert said(stream.receive) == "stream: it has been closed by its sender." and stream.receive(wait=False) is None
+
+
+def test_names_that_differ_in_dots_and_slashes_alone_are_told_apart():
+    one, two = (put(np.full((8, 4), i, np.float32), STAGES[0]) for i in (1, 2))
+    targets = {"a.b": there(), "a": {"b": there()}}
+    for to in (there("x"), targets):
+        stream = reshard.stream(STAGES[0], to)
+        stream.send({"a.b": one, "a": {"b": two}}, version=0)
+        tree, _ = stream.receive()
+        assert (np.asarray(tree["a.b"])[0, 0], np.asarray(tree["a"]["b"])[0, 0]) == (1, 2)
 
 
 def test_keys_and_their_target_shardings():
@@ -209,6 +220,17 @@ def test_what_cannot_be_sent_or_received_is_said():
     stream = reshard.stream(SOURCES, as_int)
     stream.send(weights(), version=0)
     assert "w0: its dtype is float32, but the target has int32: only floats are cast, to floats" in said(stream.receive)
+    narrow = {name: jax.ShapeDtypeStruct((8, 4), "float16", sharding=there()) for name in SOURCES}
+    stream = reshard.stream(SOURCES, narrow)
+    stream.send(weights(1e4), version=0)
+    assert re.fullmatch(r"stream: w0: \d+ values of float32 are too large for float16\.", said(stream.receive))
+    stream = reshard.stream(STAGES[0], there())
+    stream.send({0: weights()["w0"]}, version=0)
+    assert "there is no place for 0" in said(stream.receive)
+    assert said(stream.receive).endswith("cannot be sent: give target_shardings for the whole tree.")
+    stream = reshard.stream(STAGES[0], there(), names=NAMES)
+    stream.send({"blocks": {"kernel": weights()["w0"]}, "more": weights()["w0"]}, version=0)
+    assert "The other way round: mapping names does not fit" in said(stream.receive)
     assert said(lambda: reshard.stream(SOURCES, reshard.HostMemory())) == (
         "stream: target_shardings has HostMemory(process 0), which is a HostMemory, not a sharding."
     )
@@ -224,6 +246,12 @@ def test_what_was_damaged_on_the_way_is_an_error_and_strangers_are_dropped(monke
     part, into = serving.SentPart(0, 0, box, np.dtype(np.float32), 0, box, box, None), np.zeros(4, np.float32)
     far.read([(part, into)])
     assert far.bytes_received == 16 and np.array_equal(into, np.arange(4))
+    with pytest.raises(ReshardError, match=r"^t: 1 values of float64 are too large for float16\.$"):
+        shelf.put(Shelved(2, '{"leaves": [["t"]]}', {0: [(box, np.arange(4.0) * 3e4)]}))
+        far.hold(2)
+        far.read([(part._replace(dtype=np.dtype(np.float16)), into.astype(np.float16))])
+    far = FarShelf(server.address, "x", "secret")
+    far.hold(1)
     monkeypatch.setattr(far, "_about", far._about + 1)
     with pytest.raises(OSError, match="damaged on the way"):  # the right bytes, of another version
         far.read([(part, into)])
@@ -245,6 +273,9 @@ def test_what_was_damaged_on_the_way_is_an_error_and_strangers_are_dropped(monke
         with socket.create_connection((host, int(port))) as stranger:
             stranger.sendall(message)
     far.read([(part, into)])
+    shelf.close()
+    with pytest.raises(ReshardError, match=r"^it has been closed by its sender\.$"):
+        far.versions(2, 1.0)
     far.close()
     server.close()
     with pytest.raises(OSError, match="the token is another one"):

@@ -213,6 +213,11 @@ def test_what_does_not_fit_a_mapping_is_listed(tmp_path):
     with pytest.raises(ReshardError, match=r"no mapping is known for MambaForCausalLM \(.*config.json\)"):
         reshard.restore(folder, like, partial=True, mapping="auto")
     bad = {"rules": [{"tensor": "a", "array": ["b", "c"]}, {"tensor": "x.{n}", "array": "y", "axe": "a -> b"}]}
+    long = "h" * 60 + "-x"  # a pattern that goes back would not end
+    bad["rules"] += [
+        {"tensor": "a.{i}.{i}", "array": "{i}", "axes": f"{long} -> {long}"},
+        {"tensor": "{0}", "array": "{0}"},
+    ]
     (tmp_path / "bad.yaml").write_text(yaml.safe_dump(bad))
     with pytest.raises(ReshardError) as caught:
         read_mapping(tmp_path / "bad.yaml", None)
@@ -220,7 +225,21 @@ def test_what_does_not_fit_a_mapping_is_listed(tmp_path):
         "  rules[0] joins 2, so it needs axes and along.",
         "  rules[1] has axe; known are along, array, axes, optional, parts, tensor.",
         "  rules[1]: tensor and array do not name the same numbers in braces.",
+        f"  rules[2].axes: '{long} -> {long}' is not written like '(heads dim) model -> model heads dim'.",
+        "  rules[2]: what stands in braces must be a name, once in each tensor and array.",
+        "  rules[3]: what stands in braces must be a name, once in each tensor and array.",
     ]
+
+
+def test_layers_that_are_optional_need_not_be_there(tmp_path):
+    layers = [
+        {"tensor": f"{name}.{{i}}.w", "array": f"{name}/{{i}}/w", "optional": name == "mtp"} for name in ("a", "mtp")
+    ]
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump({"rules": layers, "stack": ["a", "mtp"]}))
+    folder = write_folder(tmp_path / "model", {f"a.{i}.w": np.full(2, i, np.float32) for i in range(3)})
+    like = {"a": {"w": jax.ShapeDtypeStruct((3, 2), np.float32)}}
+    restored = reshard.restore(folder, like, mapping=tmp_path / "m.yaml")
+    assert np.array_equal(restored["a"]["w"], np.repeat(np.arange(3.0)[:, None], 2, 1))
 
 
 def test_what_is_no_tensor_is_refused_before_anything_is_written(tmp_path):
