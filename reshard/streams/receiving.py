@@ -146,7 +146,7 @@ def _matched(
         sent = dict(zip(names, names, strict=True))
         placed = broadcast(places, jax.tree.unflatten(treedef, names), "target_shardings", is_leaf=is_place)
     targets: list[tuple[KeptLeaf, Origins]] = []
-    faults = [f"there is no place for {name}" for name in made if name not in sent.values()]
+    faults = [f"there is no place for {name}" for name in sorted(made.keys() - set(sent.values()))]
     shardings: list[jax.sharding.Sharding] = []
     for name, place in zip(names, placed, strict=True):
         if (own := sent.get(name)) is None:
