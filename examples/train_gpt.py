@@ -23,7 +23,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -259,13 +259,13 @@ def sample(
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def write_plot(path: str, losses: Sequence[float], first_step: int = 0) -> None:
-    """The loss of each step as a picture, in the format that the file's name asks for (.svg, .png)."""
+def write_plot(path: str, losses: Mapping[int, float]) -> None:
+    """The loss after each number of steps as a picture, in the format that the file's name asks for (.svg, .png)."""
     from matplotlib.figure import Figure  # needed only for a picture
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats a byte)")
-    axes.plot(range(first_step + 1, first_step + len(losses) + 1), losses)
+    axes.plot(list(losses), list(losses.values()))
     axes.grid(alpha=0.3)
     figure.savefig(path)
 
@@ -307,7 +307,8 @@ class Checkpoints:
 
     def __init__(self, folder: str, every: int, keep: int):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, save_interval_steps=every)
-        self.manager = ocp.CheckpointManager(Path(folder).absolute(), options=options)
+        self.folder = Path(folder).absolute()
+        self.manager = ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, step: int, state: TrainState, *, last: bool = False) -> None:
         """Saves the state after `step` steps, if this step is due or the last one."""
@@ -319,8 +320,14 @@ class Checkpoints:
 
     def restore(self, abstract_state: TrainState, shardings: Any) -> Any:
         """The last state that was saved. It may have been saved in any layout, and is returned in `shardings`."""
-        target = reshard.checkpoint.abstract(abstract_state, shardings)
-        return self.manager.restore(self.manager.latest_step(), args=ocp.args.StandardRestore(target))
+        target, step = reshard.checkpoint.abstract(abstract_state, shardings), self.manager.latest_step()
+        try:
+            return self.manager.restore(step, args=ocp.args.StandardRestore(target))
+        except mpmd.ReshardError as error:
+            raise mpmd.ReshardError(
+                f"{error}\n  If it is damaged, delete {self.folder / str(step)}; if it is of another model, give"
+                " another folder."
+            ) from error
 
 
 # The run.
@@ -445,13 +452,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _check_args(args: argparse.Namespace) -> Iterator[str]:
     sizes = ("stages", "microbatches", "data_parallel", "steps", "batch", "seq_len", "layers", "save_every", "keep")
-    for name in (*sizes, *["groups"] * (args.groups is not None)):
-        if getattr(args, name) < 1:
-            yield f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1"
+    least = dict.fromkeys((*sizes, *["groups"] * (args.groups is not None)), 1) | {"audit_every": 0}
+    for name, number in least.items():
+        if getattr(args, name) < number:
+            yield f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least {number}"
     if not 0 < args.lr < float("inf"):
         yield f"--lr is {args.lr}; it must be positive"
-    if args.seed < 0:
-        yield f"--seed is {args.seed}; it must not be negative"
+    if not 0 <= args.seed < 2**63:
+        yield f"--seed is {args.seed}; it must be at least 0 and below 2**63"
     try:
         catalogue.make(args.schedule, args.stages, args.groups).orders(args.microbatches)
     except ValueError as error:
@@ -476,6 +484,11 @@ def _check_args(args: argparse.Namespace) -> Iterator[str]:
         yield f"--plot {args.plot}: there is no folder {Path(args.plot).absolute().parent}"
     if args.resume and not args.checkpoint_dir:
         yield "--resume needs --checkpoint-dir, the folder to go on from"
+    may_start_over = "MPMD_KEEPER" in os.environ  # the launcher's --restarts
+    if args.checkpoint_dir and may_start_over and not args.resume:
+        yield "--checkpoint-dir under --restarts needs --resume, to go on from the checkpoints of the job itself"
+    if args.check_against_jit and may_start_over:
+        yield "--check-against-jit cannot follow a process that is lost; leave out --restarts"
     if args.checkpoint_dir and Path(args.checkpoint_dir).exists() and not Path(args.checkpoint_dir).is_dir():
         yield f"--checkpoint-dir {args.checkpoint_dir} is not a folder"
     if args.plot and not importlib.util.find_spec("matplotlib"):
@@ -516,6 +529,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     last_step = None if checkpoints is None else checkpoints.manager.latest_step()
     if last_step is not None and not args.resume:
         sys.exit(f"{args.checkpoint_dir} has checkpoints up to step {last_step}: add --resume, or give another folder")
+    if last_step is not None and last_step > args.steps:
+        sys.exit(f"{args.checkpoint_dir} has a checkpoint after step {last_step}: give more --steps than {args.steps}")
 
     say("compiling ...")
     started = time.perf_counter()
@@ -531,34 +546,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     reference: Reference | None = None
     progress = Progress(args.steps, args.batch * args.seq_len)
-    losses: dict[int, jax.Array] = {}
+    unread: dict[int, jax.Array] = {}  # the loss of the last step
+    curve: dict[int, float] = {}  # losses, for --plot
+
+    def report(index: int, loss: jax.Array) -> None:
+        progress.show(index + 1, value := float(loss))
+        if args.plot:
+            curve[index + 1] = value
 
     def take_step(index: int, state: TrainState) -> TrainState:
-        nonlocal reference
-        if index in losses:  # a spare has taken the place of a process: what was not read yet is lost
-            losses.clear()
+        nonlocal reference, unread
         if args.check_against_jit and reference is None:
             reference = Reference(train_step, state, args.data_parallel)
         tokens = batch_at(text, args.seed, index, args.batch, length)
         state, metrics = step(state, tokens)
         if reference is not None:
             reference.step(tokens, metrics["loss"])
-        losses[index] = metrics["loss"]
+        before, unread = unread, {index: metrics["loss"]}
         if checkpoints is not None:
             checkpoints.save(index + 1, state, last=index + 1 == args.steps)
-        if index - 1 in losses:  # read a loss while the next step runs, so that the devices never wait for this loop
-            progress.show(index, float(losses[index - 1]))
+        # A loss is read while the next step runs, so that the devices never wait for this loop. When a spare has taken
+        # the place of a process, and a step comes again, what was not read yet is lost.
+        if index - 1 in before:
+            report(index - 1, before[index - 1])
         return state
 
     # If the launcher starts the job over, this goes on after the last step whose state lies in memory.
     state = mpmd.resilient(take_step, state, args.steps, start=first_step)
-    if losses:
-        progress.show(args.steps, float(losses[args.steps - 1]))
+    for index, loss in unread.items():
+        report(index, loss)
     if checkpoints is not None:
         checkpoints.manager.close()  # waits until the last save is finished
 
     if args.plot and is_first:
-        write_plot(args.plot, [float(loss) for loss in losses.values()], args.steps - len(losses))
+        write_plot(args.plot, curve)
     params = host_copy(state.params)
     if is_first:
         print(sample(model, params, b"def ", 300, args.seq_len, args.seed))
@@ -566,4 +587,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (OSError, mpmd.ReshardError) as error:  # what a user can mend
+        sys.exit(f"train_gpt.py: {error}")

@@ -1,6 +1,7 @@
 """The example trains: its parts are what they say, and the script as a user starts it agrees with plain `jax.jit`."""
 
 import dataclasses
+import gc
 import os
 import subprocess
 import sys
@@ -119,13 +120,34 @@ def test_a_step_on_groups_that_share_devices_agrees_with_plain_jit():
         ("--text no-such-book.txt", "--text no-such-book.txt is not a file"),
         ("--dropout 1", "--dropout 1.0 is not in [0, 1)"),
         ("--plot loss.pdf", "--plot loss.pdf ends in neither .svg nor .png"),
+        (
+            "--checkpoint-dir no-such-folder",
+            "--checkpoint-dir under --restarts needs --resume, to go on from the checkpoints of the job itself",
+        ),
+        ("--check-against-jit", "--check-against-jit cannot follow a process that is lost; leave out --restarts"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_with_what_to_change(options, fault, capsys):
+def test_options_that_do_not_fit_are_refused_with_what_to_change(options, fault, capsys, monkeypatch):
+    monkeypatch.setenv("MPMD_KEEPER", "as the launcher sets it with --restarts")
     with pytest.raises(SystemExit) as exit_:
         train_gpt.parse_args(options.split())
     assert exit_.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].partition(": error: ")[2] == fault
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_step_is_let_go_when_it_was_read(monkeypatch, capsys):
+    counts, show = [], train_gpt.Progress.show
+
+    def counted(*arguments):
+        gc.collect()
+        counts.append(sum(isinstance(x, mpmd.MpmdArray) for x in gc.get_objects()))
+        show(*arguments)
+
+    monkeypatch.setattr(train_gpt.Progress, "show", counted)
+    assert train_gpt.main([*TINY_RUN, "--stages", "2", "--layers", "2"]) == 0
+    assert len(counts) == 6 and len(set(counts[1:5])) == 1, counts
+    assert "step 6/6" in capsys.readouterr().err
 
 
 @pytest.mark.slow

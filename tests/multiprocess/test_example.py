@@ -40,6 +40,15 @@ def test_the_example_goes_on_in_other_processes_with_the_same_losses(tmp_path):
     assert again.stderr.splitlines()[-1] == (
         f"{folder} has checkpoints up to step 6: add --resume, or give another folder"
     )
+    shorter = train_gpt(*saving, "--resume", "--steps", "5")
+    assert shorter.stderr.splitlines()[-1] == f"{folder} has a checkpoint after step 6: give more --steps than 5"
+    wider = train_gpt(*saving, "--resume", "--d-model", "64")
+    assert (wider.returncode, wider.stderr.splitlines()[-2:]) == (1, [
+        "train_gpt.py: params.embed: expected shape (256, 64), but the checkpoint has (256, 32).",
+        f"  If it is damaged, delete {folder}/6; if it is of another model, give another folder.",
+    ])  # fmt: skip
+    nowhere = train_gpt("--checkpoint-dir", "/proc/nowhere")
+    assert nowhere.stderr.splitlines()[-1] == "train_gpt.py: [Errno 2] No such file or directory: '/proc/nowhere'"
     (folder / "6").rename(tmp_path / "6")
     rest = losses(*saving, "--resume")
     assert rest == {step: together[step] for step in ("5", "6")}
