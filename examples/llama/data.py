@@ -8,6 +8,7 @@ A process makes only the rows that its own devices read.
 """
 
 import functools
+import math
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -158,12 +159,19 @@ def standard_library() -> str:
 
 
 def path_and_weight(source: str) -> tuple[str, float]:
-    """`path` or `path=weight`."""
-    path, _, weight = source.rpartition("=")
+    """`path` or `path=weight`.
+
+    Raises:
+      ValueError: the weight is not positive.
+    """
+    path, _, text = source.rpartition("=")
     try:
-        return (path, float(weight)) if path else (source, 1.0)
+        path, weight = (path, float(text)) if path else (source, 1.0)
     except ValueError:  # a path that has a = in it
         return source, 1.0
+    if not 0 < weight < math.inf:
+        raise ValueError(f"--text {source}: the weight is {text}; give a positive number")
+    return path, weight
 
 
 def parted(sources: Sequence[str], rows_of: Callable[[Sequence[Path]], Any]) -> Iterator[tuple[Any, Any, float]]:

@@ -39,16 +39,16 @@ def to_csv(path: Path) -> Writer:
     names: list[str] = []
 
     def write(step: int, numbers: Mapping[str, float]) -> None:
-        is_first = not names
-        if is_first:
+        is_again = not names or int(rows[-1]["step"]) >= step  # goes on after a restart, or a lost process
+        if is_again:
             rows[:] = [row for row in rows if int(row["step"]) < step]
-            names.extend(dict.fromkeys(["step", *(name for row in rows for name in row)]))
+            names[:] = dict.fromkeys(["step", *(name for row in rows for name in row)])
         rows.append({"step": step} | {name: f"{value:.9g}" for name, value in numbers.items()})
         new = [name for name in rows[-1] if name not in names]
         names.extend(new)
-        with path.open("w" if new or is_first else "a", newline="") as file:
+        with path.open("w" if new or is_again else "a", newline="") as file:
             table = csv.DictWriter(file, names)
-            if new or is_first:  # a number that earlier steps did not have
+            if new or is_again:  # a number that earlier steps did not have
                 table.writeheader()
                 table.writerows(rows[:-1])
             table.writerow(rows[-1])

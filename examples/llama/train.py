@@ -408,7 +408,7 @@ def train(
             checkpoints.save(step, saved(state))
         if reports:
             jax.block_until_ready(state)
-            if stop.agreed():
+            if not is_last and stop.agreed():
                 if checkpoints:
                     checkpoints.save(step, saved(state))
                 say(f"stopped by a signal after step {step}" + ("; saved" if checkpoints else ""))
@@ -495,11 +495,26 @@ def plan(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32
     return program.step, program.abstract()
 
 
-def lengths_of(text: str) -> tuple[int, ...]:
+def numbers_of(text: str) -> tuple[int, ...]:
     """Numbers with commas between them."""
     if not all(part.isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of lengths such as 64,128,256")
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 64,128,256")
     return tuple(map(int, text.split(",")))
+
+
+def steps_of(text: str) -> tuple[int, int]:
+    """`A:B`, the first and the last step."""
+    parts = text.split(":")
+    if len(parts) != 2 or not all(map(str.isdecimal, parts)) or not 1 <= int(parts[0]) <= int(parts[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no A:B with 1 <= A <= B, such as 5:8")
+    return int(parts[0]), int(parts[1])
+
+
+LEAST = {  # of options that are numbers
+    **dict.fromkeys(("groups", "data", "context", "tensor", "layers", "width", "microbatches", "batch", "length"), 1),
+    **dict.fromkeys(("eval_batches", "keep"), 1),
+    **dict.fromkeys(("experts", "lora", "seed", "steps", "eval_every", "report_every", "save_every"), 0),
+}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -530,13 +545,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="devices of a group that divide heads and hidden units (default: %(default)s)",
     )
     add("--schedule", default="1f1b", help="any of `python -m scheduler compare` (default 1f1b)")
-    add("--cuts", type=lambda text: tuple(map(int, text.split(","))), help="layers of each stage; default: by cost")
+    add("--cuts", type=numbers_of, help="layers of each stage; default: by cost")
     add("--microbatches", type=int, default=8, help="microbatches of a step (default: %(default)s)")
     add("--batch", type=int, default=16, help="rows of a step (default 16)")
     add("--length", type=int, default=128, help="tokens of a row (default 128)")
     add(
         "--buckets",
-        type=lengths_of,
+        type=numbers_of,
         metavar="LENGTHS",
         help="each document is a row, padded to the first of these ascending lengths that holds it; default: packing",
     )
@@ -575,7 +590,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="steps between reports, and reactions to SIGTERM (default: %(default)s)",
     )
     add("--log", metavar="DIR", help="metrics.csv, and events for TensorBoard")
-    add("--profile", type=lambda text: tuple(map(int, text.split(":"))), metavar="A:B", help="trace steps A to B")
+    add("--profile", type=steps_of, metavar="A:B", help="trace steps A to B")
     add("--checkpoint-dir", metavar="DIR", help="save here, and go on from what is here")
     add("--save-every", type=int, default=100, metavar="N", help="steps between saves (default: %(default)s)")
     add("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (default 3)")
@@ -586,9 +601,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--export writes a folder like that of --model, which is missing")
     if options.export and Path(options.export).exists():
         parser.error(f"--export {options.export}: there is something already; give another path, or delete it first")
-    for name in ("groups", "data", "context", "tensor", "microbatches"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: give a number of at least 1")
+    for name, least in LEAST.items():
+        if (value := getattr(options, name)) < least:
+            parser.error(f"--{name.replace('_', '-')} {value}: give a number of at least {least}")
+    if not 0 < options.lr < math.inf:
+        parser.error(f"--lr {options.lr}: give a positive number")
+    if options.experts == 1:
+        parser.error("--experts 1: each token goes to two experts; give 0 for none, or at least 2")
     if options.batch % options.microbatches or options.batch // options.microbatches % options.data:
         parser.error(
             f"--batch {options.batch} is not made of {options.microbatches} microbatches × --data {options.data}"

@@ -202,6 +202,60 @@ def test_a_run_goes_on_in_fewer_processes_and_other_stages_with_the_same_losses_
     assert seen_again == {line for line in seen if int(line.split()[0]) > 3}
 
 
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        *[(f"--{name} 0", f"--{name} 0: give a number of at least 1") for name in ("batch", "length", "keep")],
+        ("--eval-batches 0", "--eval-batches 0: give a number of at least 1"),
+        *[(f"--{name} -1", f"--{name} -1: give a number of at least 0") for name in ("lora", "steps", "eval-every")],
+        ("--lr -1", "--lr -1.0: give a positive number"),
+        ("--lr nan", "--lr nan: give a positive number"),
+        ("--experts 1", "--experts 1: each token goes to two experts; give 0 for none, or at least 2"),
+        *[
+            (f"--profile {x}", f"argument --profile: '{x}' is no A:B with 1 <= A <= B, such as 5:8")
+            for x in ("3", "5:2", "0:2", "a:b")
+        ],
+        ("--cuts a", "argument --cuts: 'a' is no list of numbers such as 64,128,256"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_compiles(example, options, fault, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        example.parse(options.split())
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].partition(": error: ")[2] == fault
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf"])
+def test_a_weight_of_a_text_that_is_not_positive_is_refused(example, weight):
+    with pytest.raises(ValueError) as caught:
+        example.Batches([f"{ROOT}/docs={weight}"], example.tokenizer_of(None), 2, 16, 1)
+    assert str(caught.value) == f"--text {ROOT}/docs={weight}: the weight is {weight}; give a positive number"
+
+
+def test_the_numbers_of_a_step_that_comes_again_replace_those_of_before(example, tmp_path):
+    def rows() -> list[dict[str, str]]:
+        with (tmp_path / "metrics.csv").open() as file:
+            return list(csv.DictReader(file))
+
+    to_csv = importlib.import_module("logs").to_csv
+    write = to_csv(tmp_path / "metrics.csv")
+    for step in (1, 2, 3, 4):
+        write(step, {"loss": step} | ({"held_out_loss": 9} if step == 3 else {}))
+    for step in (3, 4, 5):  # the writer of a process that was not lost
+        write(step, {"loss": 10 * step})
+    assert [(row["step"], row["loss"]) for row in rows()] == [*zip("12345", ("1", "2", "30", "40", "50"), strict=True)]
+    to_csv(tmp_path / "metrics.csv")(4, {"loss": 7})
+    assert [row["step"] for row in rows()] == [*"1234"]
+
+
+def test_a_signal_after_the_last_step_stops_nothing(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(example.Stop, "agreed", lambda self: True)
+    (tmp_path / "text.txt").write_text("to be or not to be, " * 40)
+    small = "--groups 1 --microbatches 1 --batch 2 --length 16 --layers 1 --width 32 --steps 1 --eval-every 0"
+    assert example.run(example.parse([*small.split(), "--generate", "to be", "--text", f"{tmp_path}/text.txt"])) == 0
+    assert capsys.readouterr().out.startswith("to be")
+
+
 def test_what_a_user_can_mend_is_said_in_few_words(example, tmp_path, capsys):
     pytest.importorskip("tokenizers")
     make_folder(tmp_path / "base")
