@@ -222,6 +222,8 @@ prepare() {
   fi
   [[ -z $gpus_per_process ]] || check_gpus
   [[ -z $log_dir ]] || { mkdir -p -- "$log_dir" && [[ -w $log_dir ]]; } 2>/dev/null || fail 69 "cannot write to --log-dir $log_dir"
+  local ledgers=${MPMD_LEDGER_DIR:-$log_dir} # before any rank starts: those that are there are of an earlier job
+  [[ -z $ledgers ]] || ((attempt > 0)) || (set +f && rm -f -- "$ledgers"/rank-*.ledger) 2>/dev/null
 }
 
 check_gpus() {
@@ -876,6 +878,11 @@ plan() {
   check_min_hosts
   add_spares
   number_ranks
+  [[ -z $dry_run ]] || return 0
+  read -r entry _ <<<"$ssh"
+  for name in "${host_names[@]}"; do
+    is_here "$name" || type -P -- "$entry" >/dev/null || option_error "--ssh: command not found: $entry"
+  done
 }
 
 check_min_hosts() {

@@ -478,6 +478,19 @@ def test_restarts_begin_anew_with_another_port_and_say_so(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("rank-0*")) == names
 
 
+@pytest.mark.parametrize("name", ["log dir", "ledgers"])
+def test_ledgers_of_an_earlier_job_are_gone_and_those_of_an_earlier_attempt_are_not(name, tmp_path):
+    folder = tmp_path / name
+    folder.mkdir()
+    for old in ("rank-0.ledger", "rank-3.ledger", "rank-1.restart-4.ledger", "notes.ledger"):
+        (folder / old).touch()
+    variables = {} if name == "log dir" else {"MPMD_LEDGER_DIR": str(folder)}
+    program = shell('touch "$MPMD_LEDGER_DIR/rank-$MPMD_ATTEMPT.ledger"; ((MPMD_ATTEMPT))')
+    status, job = run("--restarts", 1, "--log-dir", tmp_path / "log dir", *program, **variables)
+    assert status == 0, job.err
+    assert sorted(p.name for p in folder.glob("*.ledger")) == ["notes.ledger", "rank-0.ledger", "rank-1.ledger"]
+
+
 def test_a_keeper_that_was_killed_leaves_no_folder():
     program = python(
         "import os, socket, struct\n"
@@ -764,6 +777,7 @@ def test_two_jobs_at_once_do_not_meet():
         (["--hang-timeout", "-1", "--", "x"], "--hang-timeout: '-1' is not a number of seconds"),
         (["-H", "a,,b", "--", "x"], "--hosts: 'a,,b' is not a list of hosts separated by commas"),
         (["-H", "a:x", "--", "x"], "--hosts: a: 'x' is not a whole number of at least 1"),
+        (["-H", "localhost,a", "--ssh", "no-ssh -p 2", "--", "x"], "--ssh: command not found: no-ssh"),
         (["-H", "a,b,a", "--", "x"], "--hosts: a is named twice; write a:K for K processes"),
         (["--replace-slow", "1.0", "--", "x"], "--replace-slow: '1.0' is not a number above 1"),
         (["--replace-slow", "3x", "--", "x"], "--replace-slow: '3x' is not a number above 1"),
