@@ -80,9 +80,8 @@ def test_processes_that_save_or_restore_unlike_checkpoints_are_all_told_at_once(
         assert ", rank 0 as PATH/run/0/default (checkpoint " in by_reshard
 
 
-@pytest.mark.parametrize(
-    "call", ["make", *(pytest.param(call, marks=pytest.mark.slow) for call in ("restore", "save"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["make", "restore", "save"])
 def test_a_process_that_saves_or_restores_alone_is_told_at_once_with_what_the_others_do(tmp_path, call):
     did = "made a CheckpointManager" if call == "make" else f"called Orbax's {call}"
     for found in run("alone", 2, 1, path=str(tmp_path / "run"), call=call):

@@ -48,6 +48,7 @@ assert all(np.array_equal(a, b) and a.mpmd_sharding == b.mpmd_sharding for a, b 
 """
 
 
+@pytest.mark.slow
 def test_steps_and_checkpoints_work_without_the_names_that_hooks_stand_on(tmp_path):
     environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "HOME": str(tmp_path)}
     run = subprocess.run(

@@ -207,6 +207,7 @@ def test_rows_over_two_axes_are_summed_once(axis_type):
     assert not tasks and len(around) == 2, (tasks, around)
 
 
+@pytest.mark.slow
 def test_gradients_of_rows_that_a_scanned_layer_takes_apart_are_summed_once():
     def loss(params, m):
         x = _put(m["x"], "data", None)
@@ -542,8 +543,15 @@ def test_no_task_sums_over_rows_beside_tensor_parallelism(sequence, scanned, sch
         assert _across_rows(written)
 
 
-@pytest.mark.parametrize("operation", [mpmd.Concat, mpmd.Max], ids=lambda operation: operation.__name__)
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize(
+    "kind, operation",
+    [
+        (AUTO, mpmd.Max),
+        (EXPLICIT, mpmd.Concat),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((AUTO, mpmd.Concat), (EXPLICIT, mpmd.Max))),
+    ],
+    ids=str,
+)
 def test_a_value_that_is_a_term_of_a_sum_and_reduced_otherwise_is_whole(kind, operation):
     """An auxiliary loss that is logged too: its parts would do for the sum alone."""
 

@@ -112,6 +112,7 @@ def test_an_audited_step_computes_the_same_bits_and_raises_no_alarm(schedule, nu
     assert len(put_down) >= 7
 
 
+@pytest.mark.slow
 def test_what_lies_in_the_memory_of_the_host_is_audited_too():
     """Where a program reads it: momenta that are fetched and put back in each step."""
 

@@ -42,7 +42,10 @@ CALLS = [
 
 @pytest.mark.parametrize(
     "schedule",
-    [scheduler.OneFOneB(2), pytest.param(scheduler.ZeroBubbleH1(2), marks=pytest.mark.slow), scheduler.DualPipeV(2)],
+    [
+        scheduler.OneFOneB(2),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (scheduler.ZeroBubbleH1(2), scheduler.DualPipeV(2))),
+    ],
     ids=lambda s: type(s).__name__,
 )
 def test_another_order_of_the_tasks_gives_the_bits_of_the_list(schedule):

@@ -46,6 +46,7 @@ def test_a_schedule_at_the_bound_is_returned_at_once():
     assert "at the bound 51" in str(found)
 
 
+@pytest.mark.slow
 def test_building_blocks_between_the_built_in_ones_are_repeated():
     in_little_memory = investigate(16, 8, 16, placement="v", memory_limit=VMin(8).memory(), seconds=3)
     assert in_little_memory.seed_makespan == 123
