@@ -6,9 +6,10 @@ knows the same from its rules of transposing, but names no operands there, and t
 `tests/graphs/test_linearity.py` holds the table against them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpmd import _jax_compat as compat
@@ -43,21 +44,42 @@ def linear_in(eqn: compat.JaxprEqn, position: int) -> list[int]:
     if position in (together := _TOGETHER.get(name, ())):
         found = [i for i in together if i < len(eqn.invars)]
     elif position in _EACH.get(name, ()):
-        # A division of integers rounds, and so does a conversion to them.
-        rounds = name in ("div", "convert_element_type")
-        rounds = rounds and not jax.dtypes.issubdtype(eqn.outvars[0].aval.dtype, np.inexact)
-        found = [] if rounds or (name == "gather" and not _fills_with_zeros(eqn)) else [position]
+        is_linear = _CONDITIONS.get(name, lambda eqn: True)
+        found = [position] if is_linear(eqn) else []
     else:
         return []
     return found if eqn.invars[position].aval.dtype != np.bool_ else []
+
+
+def _is_inexact(v: compat.Var) -> bool:
+    return jax.dtypes.issubdtype(v.aval.dtype, np.inexact)
+
+
+def _keeps_range(eqn: compat.JaxprEqn) -> bool:
+    """Whether a conversion takes terms as it takes their sum: a term may be infinite in a type of smaller range, and
+    sums of integers wrap around.
+    """
+    values = eqn.invars[0], eqn.outvars[0]
+    if not all(map(_is_inexact, values)):
+        return False
+    old, new = (jnp.finfo(v.aval.dtype).maxexp for v in values)
+    return new >= old
 
 
 def _fills_with_zeros(eqn: compat.JaxprEqn) -> bool:
     """Whether what a `gather` gives for indices out of bounds is as good as nothing: 0, or NaN, which all sums are."""
     if eqn.params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
         return True
-    value, is_inexact = eqn.params["fill_value"], jax.dtypes.issubdtype(eqn.outvars[0].aval.dtype, np.inexact)
+    value, is_inexact = eqn.params["fill_value"], _is_inexact(eqn.outvars[0])
     return is_inexact if value is None else bool(value == 0 or (is_inexact and np.isnan(value)))
+
+
+# Of primitives in the table, when they are linear at all.
+_CONDITIONS: dict[str, Callable[[compat.JaxprEqn], bool]] = {
+    "div": lambda eqn: _is_inexact(eqn.outvars[0]),  # of integers it rounds
+    "convert_element_type": _keeps_range,
+    "gather": _fills_with_zeros,
+}
 
 
 def is_linear_in(eqn: compat.JaxprEqn, v: compat.Var) -> bool:

@@ -31,7 +31,8 @@ class Operation:
       reads_index: whether `update` may read its `index`.
       reads_number: whether `init` or `finish` may read `num_microbatches`. If not, lists of any length share a trace.
       is_elementwise: whether each element of the result follows from the same element of the outputs.
-      has_parts: whether `update` may be given, for `x`, another accumulator, of microbatches that come next.
+      has_parts: whether `update` may be given, for `x`, another accumulator, of microbatches that come next. Then what
+        `init` makes adds nothing, and of the type of an accumulator it makes one of the same type.
 
     Examples:
       >>> import jax.numpy as jnp, mpmd

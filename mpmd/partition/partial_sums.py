@@ -32,7 +32,7 @@ from mpmd.graphs import equations
 from mpmd.graphs.body import Body, Node
 from mpmd.graphs.linearity import is_linear_in, linear_in
 from mpmd.graphs.sharded_axes import Axes, ShardedAxes, inner_jaxpr
-from mpmd.ops.reductions import Add, Mean, result_types
+from mpmd.ops.reductions import Add, Mean, dtype_of_sum, result_types
 from mpmd.partition.accumulators import Accumulator
 from mpmd.partition.local_sums import Local, local_sum
 from mpmd.tracing.inline import inline
@@ -89,8 +89,9 @@ def _wanted(body: Body, accumulators: Sequence[Accumulator]) -> set[Atom]:
 
     def is_sum(acc: Accumulator) -> bool:
         source = body.source_in_loop(acc.value)
-        if source is None or acc.value.aval.dtype == np.bool_:  # parts of these are no sums
-            return False
+        dtype = acc.value.aval.dtype
+        if source is None or dtype == np.bool_ or (acc.operation == Mean() and dtype_of_sum(dtype) != dtype):
+            return False  # parts of booleans are no sums, and those of small integers wrap around
         return acc.operation in (Add(), Mean()) and acc.place == source.place
 
     return {a.value for a in accumulators} - {a.value for a in accumulators if not is_sum(a)}

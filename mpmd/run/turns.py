@@ -283,10 +283,18 @@ def _begun(
     operations: Sequence[Operation], shardings: Sequence[Sharding]
 ) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
     """From accumulators to those like them before the first microbatch."""
-    return jax.jit(
-        lambda sums: tuple(of.init(jax.typeof(x), 1) for of, x in zip(operations, sums, strict=True)),
-        out_shardings=shardings,
-    )
+
+    def begin(sums: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        found = tuple(of.init(jax.typeof(x), 1) for of, x in zip(operations, sums, strict=True))
+        for of, x, new in zip(operations, sums, found, strict=True):
+            if new.shape != x.shape or new.dtype != x.dtype:
+                raise StageError(
+                    f"Reordered: {of!r}.init gives {jax.typeof(new).str_short()} for an accumulator of type"
+                    f" {jax.typeof(x).str_short()}. With has_parts = True it must give the same type."
+                )
+        return found
+
+    return jax.jit(begin, out_shardings=shardings)
 
 
 @functools.lru_cache(maxsize=1024)

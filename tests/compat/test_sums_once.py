@@ -581,3 +581,25 @@ def test_products_of_booleans_are_whole():
     w, xs = normal(jax.random.key(0), WIDTH, WIDTH), normal(jax.random.key(1), 3, ROWS, WIDTH)
     got = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=(None, P(None, "data")))(w, xs)
     np.testing.assert_array_equal(got[1], jax.jit(step)(w, xs)[1])
+
+
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        lambda h: (1000 * h).sum(0).astype(jnp.float16),
+        pytest.param(lambda h: h.astype(jnp.uint8).sum(0, dtype=jnp.uint8).astype(jnp.float32), marks=pytest.mark.slow),
+        pytest.param(lambda h: h.astype(jnp.int8).sum(0, dtype=jnp.int8), marks=pytest.mark.slow),
+    ],
+)
+def test_sums_over_rows_that_are_cast_to_a_smaller_range_are_whole_before(narrow):
+    def step(w, xs):
+        def fun(x):
+            h = mpmd.mark_stage_end(x @ w)
+            return (h**2).mean(), narrow(h)
+
+        return mpmd.treduce(fun, xs, schedule="1f1b", operation=(mpmd.Add, mpmd.Mean))
+
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2, 2), ("stage", "data"), axis_types=(AUTO,) * 2), "stage")
+    xs = jnp.concatenate([jnp.full((3, 4, WIDTH), 60.0), jnp.full((3, 4, WIDTH), -59.0)], 1)
+    got = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=(None, P(None, "data")))(jnp.eye(WIDTH), xs)
+    np.testing.assert_array_equal(got[1], jax.jit(step)(jnp.eye(WIDTH), xs)[1])

@@ -100,3 +100,16 @@ def test_what_jax_transposes_is_in_the_table_or_left_out_on_purpose():
     program = "import jax; from jax.interpreters import ad; print(*(p.name for p in ad.primitive_transposes))"
     names = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert {"add", "mul"} <= set(names) <= {*linearity._TOGETHER, *linearity._EACH, *UNLISTED, *LEFT}
+
+
+@pytest.mark.parametrize(
+    "old, new, is_linear",
+    [
+        (jnp.float32, jnp.bfloat16, True), (jnp.bfloat16, jnp.float32, True), (jnp.float16, jnp.complex64, True),
+        (jnp.float32, jnp.float16, False), (jnp.bfloat16, jnp.float8_e5m2, False), (jnp.int8, jnp.float32, False),
+        (jnp.float32, jnp.int32, False), (jnp.int8, jnp.int32, False),
+    ],
+)  # fmt: skip
+def test_a_conversion_is_linear_where_no_term_is_larger_than_the_type(old, new, is_linear):
+    (eqn,) = jax.make_jaxpr(lambda x: lax.convert_element_type(x, new))(jnp.zeros(3, old)).eqns
+    assert linear_in(eqn, 0) == ([0] if is_linear else [])

@@ -119,6 +119,16 @@ def test_an_order_that_is_none_and_an_operation_without_parts_are_refused():
         def update(self, acc, x, index):
             return x
 
-    step = Step(2, "1f1b", (mpmd.Add, {"loss": Last, "rows": mpmd.Add}))
-    with pytest.raises(StageError, match="cannot be kept for Last"):
-        mpmd.jit(step, mpmd_mesh=groups(2))(step.params(), mpmd.Reordered(microbatches((2, 2)), (1, 0)))
+    class Pairs(mpmd.Operation):
+        has_parts = True
+
+        def init(self, aval, num_microbatches):
+            return self.full(aval, 0, shape=(2, *aval.shape))
+
+        def update(self, acc, x, index):
+            return acc + x
+
+    for operation, told in ((Last, "cannot be kept for Last"), (Pairs, r"Pairs\.init gives float32\[2,2\] for an acc")):
+        step = Step(2, "1f1b", (mpmd.Add, {"loss": operation, "rows": mpmd.Add}))
+        with pytest.raises(StageError, match=told):
+            mpmd.jit(step, mpmd_mesh=groups(2))(step.params(), mpmd.Reordered(microbatches((2, 2)), (1, 0)))
