@@ -8,10 +8,10 @@ from scheduler.base.texts import counted
 from scheduler.errors import ScheduleError
 from scheduler.optimize.bounds import lower_bound
 from scheduler.schedules.list_scheduling import Problem
-from scheduler.task import Schedule, check_schedule
+from scheduler.task import Schedule, check_schedule, reads_of
 from scheduler.timing.costs import Costs, check_costs
 from scheduler.timing.replay import Replay
-from scheduler.timing.simulate import peaks
+from scheduler.timing.simulate import orders_with_recomputing, peaks
 
 _CLOSE = 1e-9
 
@@ -85,20 +85,22 @@ class _ListClock:
 
     Attributes:
         sizes: For each microbatch, the seconds of all its tasks.
-        bound: No score is smaller.
+        bound: No score is smaller. Over a graph of stages none is known.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, limits: Sequence[float]) -> None:
         self.costs, self.limits, self.placement = costs, limits, schedule.placement
         m, n, groups = len(costs.microbatches), schedule.num_stages, schedule.num_groups
-        self.orders, every = schedule.orders(m), costs.of_microbatches(m)
-        self.replay = Replay(self.orders, self.placement, m)
+        self.orders, every = orders_with_recomputing(schedule, m, costs), costs.of_microbatches(m)
+        reads = reads_of(schedule)
+        self.replay = Replay(self.orders, self.placement, m, reads)
         columns = {one: _column(one, n) for one in dict.fromkeys(every)}
         self.seconds = [columns[one] for one in every]
-        over = {one: [0.0, *one.transfers_between(self.placement)[: n - 1]] for one in columns}
+        over = {one: [0.0, *one.transfers(n)] for one in columns}
         self.waits = [over[one] for one in every]
         self.sizes = [sum(column) for column in self.seconds]
-        self.bound = (0.0, lower_bound(Problem(self.placement, groups, m, costs)).makespan * (1 + _CLOSE))
+        bound = 0.0 if reads else lower_bound(Problem(self.placement, groups, m, costs)).makespan
+        self.bound = (0.0, bound * (1 + _CLOSE))
 
     def score(self, order: Sequence[int]) -> tuple[float, float, float]:
         """The bytes above the limit, the makespan, and when groups end in all."""
@@ -115,10 +117,10 @@ class _ListClock:
 
 
 def _column(costs: Costs, num_stages: int) -> list[float]:
-    """Seconds of the tasks of a microbatch: for each stage F, I (and what it computes again), W, B."""
+    """Seconds of the tasks of a microbatch: for each stage F, I, W, B, R."""
     seconds, again = costs.seconds(num_stages), costs.per_stage("recompute", num_stages)
     stages = zip(*seconds.values(), again, strict=True)
-    return [x for f, i, w, r in stages for x in (f, i + r, w, i + w)]
+    return [x for f, i, w, r in stages for x in (f, i, w, i + w, r)]
 
 
 def _first(sizes: Sequence[float]) -> Iterator[list[int]]:

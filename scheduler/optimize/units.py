@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from scheduler.base.texts import counted
-from scheduler.task import Schedule
+from scheduler.ordering import chain
+from scheduler.schedules.graph import graph_of, with_graph
+from scheduler.task import Schedule, reads_of
 from scheduler.timing.costs import Costs
 from scheduler.timing.replay import Replay
 
@@ -94,7 +96,8 @@ class CutProblem:
 
     Args:
         units: The costs of the units.
-        schedule: The schedule; it gives the number of stages.
+        schedule: The schedule; it gives the number of stages. Of one over a graph, the units are a chain: what its
+            stages read is found when they are cut.
         num_microbatches: How often the loop body runs.
         memory_limit: Bytes that each group may use, or None.
     """
@@ -106,8 +109,10 @@ class CutProblem:
     _known: dict[Layers, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if (graph := graph_of(self.schedule)) is not None:
+            self.schedule = with_graph(self.schedule, replace(graph, reads=chain(graph.num_stages)))
         orders = self.schedule.orders(self.num_microbatches)
-        self.replay = Replay(orders, self.schedule.placement)
+        self.replay = Replay(orders, self.schedule.placement, reads=reads_of(self.schedule))
         self.warmup, self.late = _positions(orders, self.num_stages)
         """For each stage, how many F come before its first I or B, and how many W after its last I."""
         self.is_whole = all(kind in "FB" for order in orders for _, kind, _ in order)

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from scheduler.engine import run_until_blocked
-from scheduler.task import Orders
+from scheduler.ordering import chain, readers_of
+from scheduler.task import Orders, Reads
 
-_KINDS = {"F": 0, "I": 1, "W": 2, "B": 3}
+_KINDS = {"F": 0, "I": 1, "W": 2, "B": 3, "R": 4}
 
 
 class Replay:
@@ -17,12 +18,15 @@ class Replay:
         orders: For each group, its tasks in order; they must not deadlock.
         placement: For each stage, its group.
         num_microbatches: For :meth:`ends`, which takes durations for each microbatch. Else they are those of all.
+        reads: For each stage, the stages that it exchanges values with; None for a chain.
     """
 
-    def __init__(self, orders: Orders, placement: Sequence[int], num_microbatches: int = 1) -> None:
+    def __init__(
+        self, orders: Orders, placement: Sequence[int], num_microbatches: int = 1, reads: Reads | None = None
+    ) -> None:
         self.placement = tuple(placement)
-        self.num_tasks = sum(map(len, orders))
-        self._steps = _steps(orders, self.placement, num_microbatches)
+        self.num_groups, self.num_tasks = len(orders), sum(map(len, orders))
+        self._steps = _steps(orders, self.placement, num_microbatches, reads or chain(len(self.placement)))
         self._held = [_counts(order, self.placement, group) for group, order in enumerate(orders)]
         self.counts = [max((c.get(s, 0) for c in self._held[g]), default=0) for s, g in enumerate(self.placement)]
         """For each stage, the most microbatches that it holds at once."""
@@ -38,31 +42,28 @@ class Replay:
             over: Seconds over the boundary behind each stage, in either direction.
             after: Seconds of each group after its last task.
         """
-        seconds = [0.0] * (4 * len(forward))
-        seconds[0::4], seconds[1::4], seconds[2::4] = forward, input_grad, weight_grad
-        seconds[3::4] = [one + other for one, other in zip(input_grad, weight_grad, strict=True)]
-        waits = [
-            0.0,
-            *(t if a != b else 0.0 for t, a, b in zip(over, self.placement, self.placement[1:], strict=False)),
-        ]
-        clock = self.ends(seconds, waits)
+        seconds = [0.0] * (5 * len(forward))
+        seconds[0::5], seconds[1::5], seconds[2::5] = forward, input_grad, weight_grad
+        seconds[3::5] = [one + other for one, other in zip(input_grad, weight_grad, strict=True)]
+        clock = self.ends(seconds, [0.0, *over])
         return max(map(sum, zip(clock, after, strict=True))) if after else max(clock)
 
     def ends(self, seconds: Sequence[float], waits: Sequence[float]) -> list[float]:
         """When each group ends.
 
         Args:
-            seconds: Of a task: at four times its stage plus 0 for F, 1 for I, 2 for W, 3 for B; all that times the
-                microbatches plus its own.
-            waits: Of a result on its way from or to the stage before: at stage times microbatches plus microbatch.
+            seconds: Of a task: at five times its stage plus 0 for F, 1 for I, 2 for W, 3 for B, 4 for R; all that times
+                the microbatches plus its own.
+            waits: Of a result over the boundary behind a stage, to another group: at the stage plus one times
+                microbatches plus microbatch. The first ones are 0: within a group nothing is on its way.
         """
-        clock = [0.0] * (max(self.placement) + 1)
+        clock = [0.0] * self.num_groups
         ends: list[float] = []
         done = ends.append
-        for group, kind, needs, boundary in self._steps:
+        for group, kind, needs in self._steps:
             now = clock[group]
-            if needs >= 0:
-                there = ends[needs] + waits[boundary]
+            for need, boundary in needs:
+                there = ends[need] + waits[boundary]
                 if there > now:
                     now = there
             now += seconds[kind]
@@ -78,32 +79,33 @@ class Replay:
         ]
 
 
-def _steps(orders: Orders, placement: tuple[int, ...], num_microbatches: int) -> list[tuple[int, int, int, int]]:
-    """All tasks in an order in which each comes after what it waits for: its group, where its seconds stand, the
-    position of the task of another stage that it waits for (-1: none), and where the seconds of that way stand.
+def _steps(
+    orders: Orders, placement: tuple[int, ...], num_microbatches: int, reads: Reads
+) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """All tasks in an order in which each comes after what it waits for: its group, where its seconds stand, and for
+    each task of another stage that it waits for, its position and where the seconds of that way stand.
     """
-    m = num_microbatches
-    last = len(placement) - 1
+    m, readers = num_microbatches, readers_of(reads)
     at: dict[tuple[int, bool, int], int] = {}  # stage, whether it goes back, microbatch
     position = [0] * len(orders)
-    steps: list[tuple[int, int, int, int]] = []
+    steps: list[tuple[int, int, list[tuple[int, int]]]] = []
 
     def advance(group: int, happened: Callable[[tuple[int, bool, int]], None]) -> tuple[int, bool, int] | None:
         order = orders[group]
         while position[group] < len(order):
             stage, kind, microbatch = order[position[group]]
             is_back = kind in "IB"
-            other = -1 if kind == "W" else stage + 1 if is_back else stage - 1
-            needs, boundary = -1, 0
-            if 0 <= other <= last:
-                if (needs := at.get((other, is_back, microbatch), -1)) < 0:
-                    return other, is_back, microbatch
-                boundary = max(stage, other) * m + microbatch % m
-            if kind != "W":
+            needs = []
+            for other in readers[stage] if is_back else reads[stage] if kind == "F" else ():
+                if (event := (other, is_back, microbatch)) not in at:
+                    return event
+                way = 0 if placement[other] == placement[stage] else 1 + min(stage, other)
+                needs.append((at[event], way * m + microbatch % m))
+            if kind == "F" or is_back:
                 at[stage, is_back, microbatch] = len(steps)
-            steps.append((group, (4 * stage + _KINDS[kind]) * m + microbatch % m, needs, boundary))
+            steps.append((group, (5 * stage + _KINDS[kind]) * m + microbatch % m, needs))
             position[group] += 1
-            if kind != "W":
+            if kind == "F" or is_back:
                 happened((stage, is_back, microbatch))
         return None
 
@@ -122,7 +124,7 @@ def _counts(order: Sequence[tuple[int, str, int]], placement: tuple[int, ...], g
         if kind == "F":
             now[stage] += 1
             grown = True
-        elif kind != "I":
+        elif kind not in "IR":
             if grown:
                 found.append(dict(now))
                 grown = False

@@ -102,6 +102,19 @@ def test_a_replay_runs_on_the_clock_of_simulate(name):
     assert replay.peaks(costs.activation_bytes) == pytest.approx(timeline.peak_bytes, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        scheduler.CustomSchedule((("0F0", "0F1", "0B0", "0B1"), ("1F0", "1F1", "1B0", "1B1"), ()), (0, 1)),
+        scheduler.GraphSchedule(((), (), ()), (0, 1, 0)),  # what its stages read is found when they are cut
+    ],
+    ids=["a group without a stage", "a graph"],
+)
+def test_a_cut_is_chosen_for_schedules_of_other_kinds(schedule):
+    layers = choose_cut(Units(*[(1.0,) * 6] * 3), schedule, 2).layers
+    assert len(layers) == schedule.num_stages and sum(layers) == 5
+
+
 def model(layers, head):
     """Units of layers that cost these numbers, and a head; a backward takes twice as long as a forward."""
     seconds = (*layers, head)

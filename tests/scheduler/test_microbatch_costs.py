@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scheduler
-from scheduler import Costs, CustomSchedule, GPipe, OneFOneB, ScheduleError, Task, order_microbatches, search, simulate
+from scheduler import (
+    Costs,
+    CustomSchedule,
+    GPipe,
+    GraphSchedule,
+    OneFOneB,
+    ScheduleError,
+    Task,
+    order_microbatches,
+    search,
+    simulate,
+)
 from scheduler.optimize.bounds import lower_bound
 from scheduler.optimize.microbatches import _ListClock
 from scheduler.schedules.list_scheduling import Problem
@@ -48,6 +59,22 @@ def test_the_order_found_is_no_longer_than_the_one_given_and_above_the_bound(nam
     assert order == order_microbatches(schedule, costs, tries=60, seed=seed)
     clock = _ListClock(schedule, costs, [float("inf")] * 3)
     assert clock.score(order)[1] == pytest.approx(found)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "costs"),
+    [
+        (GraphSchedule(((), (0,), (0,), (1, 2)), (2, 1, 3, 0)), Costs(transfer_s=0.5, microbatches=(4, 8, 8, 8, 4))),
+        (GraphSchedule(((), (), (0, 1)), (0, 1, 0)), Costs(microbatches=(1, 4, 1, 4))),
+        (OneFOneB(3), Costs(recompute=(0.0, 2.0, 0.0), transfer_s=0.5, microbatches=(1, 4, 1, 4))),
+    ],
+)
+def test_orders_over_graphs_and_with_recomputing_are_on_the_clock_of_simulate(schedule, costs):
+    clock = _ListClock(schedule, costs, [float("inf")] * schedule.num_groups)
+    num, order = len(costs.microbatches), order_microbatches(schedule, costs)
+    given_order, found = (simulate(schedule, num, one).makespan for one in (costs, costs.in_order(order)))
+    assert clock.score(range(num))[1] == pytest.approx(given_order)
+    assert clock.score(order)[1] == pytest.approx(found) and found <= given_order
 
 
 def test_the_best_order_of_few_is_found():
