@@ -49,7 +49,8 @@ def plan_copies(mesh: MpmdMesh, roles: Roles, machine: Machine, copies: int) -> 
     hosts = [Counter(d.id // machine.devices_per_host for d in group.devices.flat) for group in mesh.groups]
     kept = {host: 0.0 for of_group in hosts for host in sorted(of_group)}
     for v, groups in zip(roles.args, roles.groups, strict=True):
-        if roles.role[v] != "data" and groups:  # the first group that has an array keeps it, each device a part
+        is_state = roles.role[v] != "data" and v not in roles.frozen
+        if is_state and groups:  # the first group that has an array keeps it, each device a part
             for host, count in hosts[min(groups)].items():
                 kept[host] += equations.nbytes(v.aval) * count / hosts[min(groups)].total()
     own = [round(nbytes) for nbytes in kept.values()]

@@ -74,7 +74,10 @@ def unpipelined(programs: StepPrograms, roles: Roles, machine: Machine, total: W
         for t in loop.loop.partition.tasks:
             mine = [v for v in roles.arguments(t.operands) if roles.role[v] == "parameters"]
             largest = max(largest, sum(equations.nbytes(v.aval) for v in mine))
-    sent = 3 * held["parameters"] * (count - 1) / count  # gathered forward and backward, gradients reduced once
-    share = (sum(held.values()) + held["parameters"] + kept) // count
+    frozen = sum(equations.nbytes(v.aval) for v in roles.frozen)
+    gradients = held["parameters"] - frozen
+    # Gathered forward and, where there is one, backward; gradients are reduced once.
+    sent = (3 * gradients + (1 + roles.trains) * frozen) * (count - 1) / count
+    share = (sum(held.values()) + gradients + kept) // count
     communication_s = sent / machine.ring_bandwidth(count, -(-count // machine.num_near))
     return Unpipelined(count, machine.compute_s([total], count), communication_s, share + largest, rows)

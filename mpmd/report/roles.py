@@ -5,19 +5,19 @@ from collections.abc import Iterable
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
 from mpmd.partition.loop import TaskBody
-from mpmd.partition.outline import Outline, Segment
+from mpmd.partition.outline import Loop, Outline, Segment
 
 
 class Roles:
-    """What each argument is to the step: a parameter (a loop reads it, the step returns it), other state, or data.
-
-    Where no loop has a backward pass, nothing tells parameters from data, and what the step returns is state.
+    """What each argument is to the step: a parameter (a loop reads it whole, or the step returns it), other state, or
+    data, of which each microbatch takes a part. Where no loop has a backward pass, what the step returns is state.
 
     Attributes:
       args, groups: the flat arguments, and the groups that hold each.
       names: of variables, for people.
       trains: whether a loop has a backward pass.
       role: of each argument: "parameters", "state" or "data".
+      frozen: the parameters that the step does not return.
     """
 
     def __init__(self, outline: Outline):
@@ -33,11 +33,10 @@ class Roles:
         tasks = [t for loop in outline.loops for t in loop.partition.tasks]
         self.trains = any(t.place.kind != "F" and not t.is_empty for t in tasks)
         returned = {self.args[d] for d in outline.donors if d is not None}
-        read = {v for t in tasks for v in self.arguments(t.operands)} if self.trains else set()
-        self.role = {
-            v: "data" if v not in returned else "parameters" if v in read and equations.size(v.aval) > 1 else "state"
-            for v in self.args
-        }
+        read = {v for t in tasks for v in self.arguments(t.operands) if equations.size(v.aval) > 1}
+        self.frozen = read - returned - self.arguments(v for loop in outline.loops for v in _scanned(loop))
+        parameters = self.frozen | (read & returned if self.trains else set())
+        self.role = {v: "parameters" if v in parameters else "state" if v in returned else "data" for v in self.args}
 
     def arguments(self, operands: Iterable[compat.Var]) -> set[compat.Var]:
         """The arguments that these values are computed from."""
@@ -55,3 +54,20 @@ class Roles:
             if group in groups:
                 held[self.role[v]] += equations.nbytes(v.aval)
         return held
+
+
+def _scanned(loop: Loop) -> set[compat.Var]:
+    """The operands of which each microbatch takes a part: what an equation reads together with the index."""
+    found: set[compat.Var] = set()
+    for t in loop.partition.tasks:
+        moving, whole = {loop.partition.index}, {v: {v} for v in t.operands}
+        for eqn in t.eqns:
+            read = equations.variables(eqn.invars)
+            operands = set().union(*(whole.get(v, ()) for v in read))
+            if moving.isdisjoint(read):
+                whole.update((v, operands) for v in eqn.outvars if equations.is_view(eqn))
+            elif operands:
+                found |= operands
+            elif moving.issuperset(read):
+                moving.update(eqn.outvars)
+    return found

@@ -61,6 +61,26 @@ def test_bytes_of_parameters_state_gradients_and_data_are_those_of_the_arrays(co
         assert group.memory["peak"] == compiled.memory_analysis()[group.group]["peak"]
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_frozen_weights_are_parameters_that_are_gathered_and_have_no_gradients(trains):
+    def stepped(weights, frozen, xs):
+        read = lambda ws, x: loss([w @ f for w, f in zip(ws, frozen, strict=True)], x)  # noqa: E731
+        if not trains:
+            return mpmd.treduce(lambda x: read(weights, x), xs, schedule="1f1b")
+        grads = mpmd.treduce(lambda x: jax.grad(read)(weights, x), xs, schedule="1f1b")
+        return [w - g for w, g in zip(weights, grads, strict=True)]
+
+    mesh = mpmd.MpmdMesh(jax.make_mesh((4,), ("stage",), devices=jax.devices()[:4]), "stage")
+    weights, xs = [jax.ShapeDtypeStruct((D, D), jnp.float32)] * 4, jax.ShapeDtypeStruct((2, 1, D), jnp.float32)
+    compiled = mpmd.jit(stepped, mpmd_mesh=mesh).lower(weights, weights, xs).compile()
+    plan = plan_of(compiled)
+    all_weights = 4 * D * D * 4
+    assert [g.memory["data"] for g in plan.groups] == [2 * D * 4, 0, 0, 0] and plan.unpipelined.rows == 2
+    gathered = (3 + 2 if trains else 1 + 1) * all_weights * 3 / 4
+    assert plan.unpipelined.communication_s * plan.machine.ring_bandwidth(4, 1) == pytest.approx(gathered)
+    assert plan_of(compiled, copies=1).copies.state_nbytes == trains * all_weights  # what is frozen is no state
+
+
 def test_operations_are_those_of_the_products(compiled):
     one = 2 * ROWS * D * D
     # Forward, and both gradients of each product, but for the gradient of the data.

@@ -84,6 +84,21 @@ def test_the_table_has_predicted_beside_measured(tuning):
     assert len(answer["configurations"]) >= 6 and answer["configurations"][0]["measured_s"] > 0
 
 
+def test_steps_are_compared_by_their_data_not_by_frozen_weights():
+    def build(num_microbatches):
+        def loss(weights, frozen, x):
+            return jnp.mean((mpmd.mark_stage_end(x @ frozen @ weights) @ frozen) ** 2)
+
+        def step(weights, frozen, xs):
+            return weights - mpmd.treduce(lambda x: jax.grad(loss)(weights, frozen, x), xs, schedule="1f1b")
+
+        mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
+        weights, rows = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((9, 9), (num_microbatches, 4, 9)))
+        return mpmd.jit(step, mpmd_mesh=mesh).lower(weights, weights, rows)
+
+    assert [Predictor(x, machine_of(x._mesh)).num_elements for x in map(build, (1, 2))] == [4 * 9, 2 * 4 * 9]
+
+
 def test_without_a_measurement_more_microbatches_idle_less(build):
     predicted = {}
     for count in (8, 16, 32):
