@@ -52,6 +52,7 @@ def sizes_of(text: str) -> list[int]:
     """Bytes of each array of a type."""
     found = []
     for dtype, shape in _ARRAY.findall(text):
-        bits = _BITS.get(dtype) or int(re.search(r"\d+", dtype)[0])  # pyright: ignore[reportOptionalSubscript]
+        digits = re.search(r"\d+", dtype)
+        bits = _BITS.get(dtype) or (int(digits[0]) if digits else 0)  # token, opaque: nothing in memory
         found.append(math.prod(int(n) for n in shape.split(",") if n) * bits // 8)
     return found

@@ -169,14 +169,20 @@ def _dot_general(eqn: compat.JaxprEqn) -> float:
 
 
 def _ragged_dot(eqn: compat.JaxprEqn) -> float:
-    rows, depth = eqn.invars[0].aval.shape[-2:]
-    return 2.0 * rows * depth * eqn.invars[1].aval.shape[-1]
+    """Each element of the left operand, by those of the right one that stand in one group, contracted row and batch."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    left, right = (v.aval for v in eqn.invars[:2])
+    shared = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    return 2.0 * equations.size(left) * math.prod(n for axis, n in enumerate(right.shape) if axis not in shared)
 
 
 def _convolution(eqn: compat.JaxprEqn) -> float:
+    """What dilation puts between the elements of the left operand is not multiplied."""
     kernel, numbers = eqn.invars[1].aval, eqn.params["dimension_numbers"]
     features = kernel.shape[numbers.rhs_spec[0]]
-    return 2.0 * equations.size(eqn.outvars[0].aval) * equations.size(kernel) / features
+    products = 2.0 * equations.size(eqn.outvars[0].aval) * equations.size(kernel) / features
+    return products / math.prod(eqn.params["lhs_dilation"])
 
 
 def _attention(products: int) -> Callable[[compat.JaxprEqn], float]:
@@ -195,7 +201,6 @@ def _attention(products: int) -> Callable[[compat.JaxprEqn], float]:
 
 _PRODUCTS: dict[str, Callable[[compat.JaxprEqn], float]] = {
     "dot_general": _dot_general,
-    "ragged_dot": _ragged_dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
     "dot_product_attention_fwd_wrapper": _attention(2),

@@ -121,7 +121,7 @@ class Timeline:
             candidates: list[tuple[float, Task]] = []
             unit = [task, *([second[task]] if task in second else []), *([first_of[task]] if task in first_of else [])]
             for one in unit:
-                for need in filter(where.__contains__, waits_for(one)):
+                for need in (need for need in waits_for(one) if need in where and need not in unit):
                     near = self.placement[need.stage] == self.placement[one.stage]
                     late = 0.0 if near else over[one.microbatch][min(need.stage, one.stage)]
                     last = first_of.get(need, need)

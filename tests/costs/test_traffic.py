@@ -1,5 +1,6 @@
 """What the kernels between products read and write, counted in XLA's text."""
 
+from mpmd.costs.hlo_text import sizes_of
 from mpmd.costs.traffic import traffic_of
 
 MATRIX, ROW = 64 * 128 * 4, 128 * 4
@@ -81,3 +82,7 @@ def test_a_copy_and_a_transpose_are_kernels_of_their_own():
 
 def test_a_program_that_runs_as_several_has_the_traffic_of_all():
     assert traffic_of(TEXT + TEXT) == 2 * traffic_of(TEXT)
+
+
+def test_tokens_take_no_memory():
+    assert sizes_of("(token[], pred[3], f8e4m3fn[4], opaque[])") == [0, 3, 4, 0]

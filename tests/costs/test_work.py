@@ -17,6 +17,10 @@ def f32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def i32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
 PROGRAMS = {
     "product": (lambda x, w: x @ w, (f32(16, 32), f32(32, 64))),
     "batched": (lambda x, w: jnp.einsum("bij,bjk->bik", x, w), (f32(3, 16, 32), f32(3, 32, 8))),
@@ -32,6 +36,26 @@ def test_operations_are_those_that_xla_counts(name):
     expected = jax.jit(fun).lower(*args).compile().cost_analysis()
     assert found.flops == pytest.approx(expected["flops"], rel=0.03)
     assert found.float32 == found.products > 0
+
+
+def _strided(x, k):
+    return jnp.sum(lax.conv_general_dilated(x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("fun", "args", "count", "each"),
+    [
+        (jax.grad(lambda x, w, n: lax.ragged_dot(x, w, n).sum(), (0, 1)), (f32(64, 16), f32(4, 16, 128), i32(4)), 3,
+         2 * 64 * 16 * 128),
+        (jax.vmap(lax.ragged_dot), (f32(3, 64, 16), f32(3, 4, 16, 128), i32(3, 4)), 1, 3 * 2 * 64 * 16 * 128),
+        (jax.grad(_strided, (0, 1)), (f32(8, 32, 32, 16), f32(3, 3, 16, 32)), 3, 2 * 8 * 16 * 16 * 9 * 16 * 32),
+        (lambda x, k: lax.conv_transpose(x, k, (2, 2), "SAME"), (f32(8, 16, 16, 32), f32(3, 3, 32, 16)), 1,
+         2 * 8 * 16 * 16 * 9 * 16 * 32),
+    ],
+    ids=["ragged", "batch of ragged", "convolution with a stride", "transposed convolution"],
+)  # fmt: skip
+def test_a_product_and_its_gradients_take_as_many_operations(fun, args, count, each):
+    assert work_of(jax.make_jaxpr(fun)(*args).jaxpr).products == count * each
 
 
 def test_a_scan_counts_each_of_its_steps_and_a_cond_its_larger_branch():
