@@ -51,40 +51,40 @@ class Collective:
         return f"{times}{self.kind} of {self.nbytes / 1e6:.3g} MB among {self.num_devices}{hosts}"
 
 
-def collectives_of(hlo: str, num_devices: int, num_near: int | None = None) -> list[Collective]:
+def collectives_of(hlo: str, num_devices: int, hosts: Sequence[int] | None = None) -> list[Collective]:
     """The collectives of a compiled program, from its text.
 
     Args:
       hlo: the optimized module, as `jax.stages.Compiled.as_text()` gives it; several where it runs as several.
       num_devices: of the program, where an instruction says "all".
-      num_near: how many neighbours, in the order of the program's devices, are one host; None: all.
+      hosts: the host of each device, in the program's order; None: all are in one.
 
     Raises:
       ValueError: the program is one of another number of devices.
     """
-    near, found = num_near or num_devices, hlo_text.modules(hlo)
-    return [c for entry, bodies in found for c in _walk(entry, bodies, 1, num_devices, near)]
+    of = np.zeros(num_devices, int) if hosts is None else np.array(hosts)
+    return [c for entry, bodies in hlo_text.modules(hlo) for c in _walk(entry, bodies, 1, of)]
 
 
-def _walk(name: str, bodies: hlo_text.Bodies, times: int, num_devices: int, num_near: int) -> Iterable[Collective]:
+def _walk(name: str, bodies: hlo_text.Bodies, times: int, hosts: np.ndarray) -> Iterable[Collective]:
     lines = bodies.get(name, [])
     for i, line in enumerate(lines):
         if match := _INSTRUCTION.search(line):
-            members = _members(line, num_devices)
+            members = _members(line, len(hosts))
             yield Collective(
                 match["kind"],
                 _nbytes(match["type"], match["kind"], bool(match["start"])),
-                len(members),
-                _num_hosts(line, members, num_near),
+                len(members[0]),
+                _num_hosts(line, members, hosts),
                 times,
                 bool(match["start"]),
                 bool(match["start"]) and _is_hidden(lines[i:], bodies),
             )
         elif match := hlo_text.WHILE.search(line):
-            yield from _walk(match["body"], bodies, times * hlo_text.num_trips(line), num_devices, num_near)
+            yield from _walk(match["body"], bodies, times * hlo_text.num_trips(line), hosts)
         elif " fusion(" not in line:
             for callee in hlo_text.called_by(line):
-                yield from _walk(callee, bodies, times, num_devices, num_near)
+                yield from _walk(callee, bodies, times, hosts)
 
 
 def _is_hidden(lines: Sequence[str], bodies: hlo_text.Bodies) -> bool:
@@ -110,16 +110,17 @@ def _nbytes(text: str, kind: str, is_start: bool) -> int:
     return sum(sizes)
 
 
-def _members(line: str, num_devices: int) -> np.ndarray:
-    """The devices of one of the groups that exchange with each other, in each of the ways in which XLA writes it.
+def _members(line: str, num_devices: int) -> Sequence[np.ndarray]:
+    """The devices of each group that exchange with each other, in each of the ways in which XLA writes it.
 
-    Shape (devices,), int: their places in the program.
+    Of each group shape (devices,), int: their places in the program.
     """
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        return _turned(num_devices, match[3], match[4]).reshape(int(match[1]), int(match[2]))[0]
-    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
-        members = np.array(_numbers(match[1]), int)
-        return _checked(members, max([num_devices, *(members + 1)]), num_devices)
+        return _turned(num_devices, match[3], match[4]).reshape(int(match[1]), int(match[2]))
+    if match := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line):
+        members = [np.array(_numbers(group), int) for group in re.findall(r"\{([\d,]*)\}", match[1])]
+        _checked(members[0], max([num_devices, *(1 + np.concatenate(members))]), num_devices)
+        return members
     if match := _MESH_GROUPS.search(line):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match["sizes"])}
         count = math.prod(sizes.values())
@@ -127,8 +128,10 @@ def _members(line: str, num_devices: int) -> np.ndarray:
         places = np.array(_numbers(match["places"]), int) if match["places"] else iota
         grid = _checked(places, count, num_devices).reshape(tuple(sizes.values()))
         wanted = set(re.findall(r"'([^']+)'", match["axes"]))
-        return grid[tuple(slice(None) if name in wanted else 0 for name in sizes)].reshape(-1)
-    return np.arange(num_devices)
+        last = [axis for axis, name in enumerate(sizes) if name in wanted]
+        moved = np.moveaxis(grid, last, range(-len(last), 0))
+        return moved.reshape(-1, math.prod(grid.shape[axis] for axis in last))
+    return [np.arange(num_devices)]
 
 
 def _turned(num_devices: int, shape: str, order: str | None) -> np.ndarray:
@@ -148,11 +151,12 @@ def _checked(members: np.ndarray, count: int, num_devices: int) -> np.ndarray:
     return members
 
 
-def _num_hosts(line: str, members: np.ndarray, num_near: int) -> int:
+def _num_hosts(line: str, members: Sequence[np.ndarray], hosts: np.ndarray) -> int:
+    """In how many hosts the devices of a group are, at most."""
     if match := re.search(r"source_target_pairs=\{([\d,{}]*)\}", line):
-        pairs = np.array(_numbers(match[1].replace("{", "").replace("}", "")), int).reshape(-1, 2) // num_near
+        pairs = hosts[np.array(_numbers(match[1].replace("{", "").replace("}", "")), int).reshape(-1, 2)]
         return 1 + int((pairs[:, 0] != pairs[:, 1]).any())
-    return len(np.unique(members // num_near))
+    return max(len(np.unique(hosts[group])) for group in members)
 
 
 def _numbers(text: str) -> list[int]:

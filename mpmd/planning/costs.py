@@ -54,7 +54,7 @@ class StepCosts:
     ):
         self.programs, self.machine, self.measured, self.shares = programs, machine, measured, shares or Shares()
         self.sizes = Sizes(programs.outline, programs.mesh, programs.layouts)
-        self._of_program: dict[DistinctProgram, TaskCost] = {}
+        self._of_program: dict[tuple[DistinctProgram, tuple[int, ...]], TaskCost] = {}
         self._of_executable: dict[Executable, TaskCost] = {}
         if measured is not None:
             for loop in programs.loops:
@@ -74,15 +74,17 @@ class StepCosts:
         return self._of_executable[executable]
 
     def _cost(self, distinct: DistinctProgram, mesh: Mesh) -> TaskCost:
-        if distinct not in self._of_program:
+        hosts = [d.id // self.machine.num_near for d in mesh.devices.flat]
+        key = distinct, tuple(host - hosts[0] for host in hosts)  # equal programs may run on other hosts
+        if key not in self._of_program:
             jaxpr = distinct.jaxpr
             works = works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars])
             text = distinct.on(mesh).as_text() or ""
-            collectives = tuple(collectives_of(text, mesh.size, self.machine.num_near)) if mesh.size > 1 else ()
+            collectives = tuple(collectives_of(text, mesh.size, hosts)) if mesh.size > 1 else ()
             compute_s = self._compute_s(works, text, mesh.size)
             waiting_s = self.machine.waiting_s(collectives, compute_s)
-            self._of_program[distinct] = TaskCost(sum(works, Work()), collectives, compute_s + waiting_s, waiting_s)
-        return self._of_program[distinct]
+            self._of_program[key] = TaskCost(sum(works, Work()), collectives, compute_s + waiting_s, waiting_s)
+        return self._of_program[key]
 
     def _compute_s(self, works: Sequence[Work], text: str, num_devices: int) -> float:
         """Seconds of a program without its collectives. What is between products is in XLA's text, if there is one."""

@@ -516,7 +516,7 @@ def _parallel_loss(params, tokens, sequence, scanned):
 def _across_rows(compiled) -> dict[str, list[Collective]]:
     """The collectives of the tasks among devices that have other rows: neighbours in a group of four have the same."""
     (loop,) = compiled._programs.loops
-    found = {place: collectives_of(e.call.as_text(), 4, 2) for place, e in loop.executables.items()}
+    found = {place: collectives_of(e.call.as_text(), 4, [0, 0, 1, 1]) for place, e in loop.executables.items()}
     return {str(place): far for place, all_ in found.items() if (far := [c for c in all_ if c.num_hosts > 1])}
 
 

@@ -1,5 +1,7 @@
 """Collectives read out of XLA's text: of real programs, and of the ways in which XLA writes them for GPUs."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -63,12 +65,14 @@ def test_each_way_to_write_groups_and_results_is_read():
     ]
 
 
+HOSTS = [0] * 8 + [1] * 8
 GROUPS = {
     "replica_groups={}": (16, 2),
     "replica_groups=[2,8]<=[16]": (8, 1),
     "replica_groups=[8,2]<=[2,8]T(1,0)": (2, 2),
     "replica_groups=[4,4]<=[2,4,2]T(1,0,2)": (4, 2),
     "replica_groups={{0,8},{1,9}}": (2, 2),
+    "replica_groups={{0,1},{7,8}}": (2, 2),  # one of them goes to another host
     "replica_groups=mesh['a'=8,'b'=2] {'b'}": (2, 1),
     "replica_groups=mesh['a'=2,'b'=8] {'a'}": (2, 2),
     "replica_groups=mesh['a'=2,'b'=8], device_ids=([8,2]T(1,0)) {'a'}": (2, 1),
@@ -80,7 +84,14 @@ GROUPS = {
 def test_devices_that_exchange_are_counted_in_their_hosts(groups):
     hlo = f"ENTRY %main () -> f32[8] {{\n  %r = f32[8]{{0}} all-reduce(%p), {groups}, to_apply=%add\n}}\n"
     devices, hosts = GROUPS[groups]
-    assert collectives_of(hlo, 16, 8) == [Collective("all-reduce", 32, devices, hosts)]
+    assert collectives_of(hlo, 16, HOSTS) == [Collective("all-reduce", 32, devices, hosts)]
+
+
+@pytest.mark.parametrize("ways", ["[4,3]<=[12]", "{{0,1,2},{3,4,5},{6,7,8},{9,10,11}}", "mesh['a'=4,'b'=3] {'b'}"])
+def test_a_collective_is_in_as_many_hosts_as_its_most_divided_group(ways):
+    hlo = f"ENTRY %main () -> f32[8] {{\n  %r = f32[8]{{0}} all-reduce(%p), replica_groups={ways}, to_apply=%add\n}}\n"
+    hosts = ([d // 6 for d in range(start, start + 12)] for start in (0, 3, 1))
+    assert [collectives_of(hlo, 12, one)[0].num_hosts for one in hosts] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("groups", [g for g in GROUPS if g != "replica_groups={}"])
@@ -88,7 +99,7 @@ def test_another_number_of_devices_than_the_programs_is_refused(groups):
     hlo = f"ENTRY %main () -> f32[8] {{\n  %r = f32[8]{{0}} all-reduce(%p), {groups}, to_apply=%add\n}}\n"
     with pytest.raises(ValueError) as error:
         collectives_of(hlo, 3)
-    count = 9 if "{{" in groups else 16  # of lists, what is seen first
+    count = 1 + max(map(int, re.findall(r"\d", groups))) if "{{" in groups else 16  # of lists, what is seen
     assert str(error.value) == (
         f"collectives_of: num_devices is 3, but a collective of the program is among {count} devices.\n"
         "  Pass the number of devices that it was compiled for: `size` of its group's mesh."
@@ -97,8 +108,8 @@ def test_another_number_of_devices_than_the_programs_is_refused(groups):
 
 def test_a_permutation_is_as_far_as_its_farthest_pair():
     near = "ENTRY %main () -> f32[8] {\n  %r = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{8,9}}\n}\n"
-    assert [c.num_hosts for c in collectives_of(near, 16, 8)] == [1]
-    assert [c.num_hosts for c in collectives_of(near.replace("{0,1}", "{7,8}"), 16, 8)] == [2]
+    assert [c.num_hosts for c in collectives_of(near, 16, HOSTS)] == [1]
+    assert [c.num_hosts for c in collectives_of(near.replace("{0,1}", "{7,8}"), 16, HOSTS)] == [2]
 
 
 H100 = Machine(Target.named("h100"), latency_s=0, link_efficiency=1)  # links of 450 GB/s, a network card of 50 for each

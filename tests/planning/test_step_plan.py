@@ -248,3 +248,14 @@ def test_a_warning_of_the_command_points_to_the_function_that_made_the_step(tmp_
         warnings.warn_explicit("all compute the same", UserWarning, scheduler.__file__, 12)
         warnings.warn_explicit("the user's own", UserWarning, "/somewhere/model.py", 7)
     assert [(w.filename, w.lineno) for w in found] == [(str(file), 3), ("/somewhere/model.py", 7)]
+
+
+def test_a_collective_goes_as_far_as_the_hosts_of_its_group():
+    """Three groups of two devices, with hosts of three: the group in the middle is in two of them."""
+    mesh = mpmd.MpmdMesh(jax.make_mesh((3, 2), ("stage", "data"), devices=jax.devices()[:6]), "stage")
+    weights = [jax.ShapeDtypeStruct((D, D), jnp.float32)] * 3
+    sharding = NamedSharding(mesh.tracing_mesh(), P(None, "data"))
+    xs = jax.ShapeDtypeStruct((3, ROWS, D), jnp.float32, sharding=sharding)
+    compiled = mpmd.jit(step, mpmd_mesh=mesh).lower((weights, weights), xs).compile()
+    plan = plan_of(compiled, devices_per_host=3, devices_per_link_domain=1)
+    assert [{c.num_hosts for c in group.once} for group in plan.groups] == [{1}, {2}, {1}]
