@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from scheduler.engine import blocked, run_until_blocked
 from scheduler.errors import ScheduleError
-from scheduler.task import Kind, Orders, Reads, Schedule, Task
+from scheduler.task import Kind, Orders, Pairs, Reads, Schedule, Task
 
 Unit = TypeVar("Unit", bound=Hashable)
 
@@ -194,9 +194,12 @@ def recomputing(schedule: Schedule, num_microbatches: int, orders: Orders, stage
     R waits for no gradient: it runs while its group would wait for that of its I. At most the forward of a pair comes
     between the two, so that what R makes lies for a short time.
     """
-    if not stages:
-        return orders
-    second = dict(schedule.fused(num_microbatches))
+    return with_recomputing(orders, stages, schedule.fused(num_microbatches)) if stages else orders
+
+
+def with_recomputing(orders: Orders, stages: Set[int], fused: Pairs) -> Orders:
+    """The same as :func:`recomputing`, for orders and pairs at hand."""
+    second = dict(fused)
 
     def tasks(order: Sequence[Task]) -> Iterator[Task]:
         for unit in paired(order, second):

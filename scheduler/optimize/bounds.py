@@ -31,6 +31,8 @@ def lower_bound(problem: Problem) -> Bound:
     - A group's work after the first microbatch has reached it.
     - Before its first I a group runs only F, as many as memory takes. All its other work comes after that I.
     - After its last I a group runs only W, as many as memory held. The I of all stages before still follow.
+
+    An R may run while its group waits for a gradient, so it counts as work of its group before the last I alone.
     """
     n, counts = problem.num_stages, Counter(problem.of_microbatches())
     ways = [_way(costs, problem.placement) for costs in counts]
@@ -46,18 +48,20 @@ def lower_bound(problem: Problem) -> Bound:
         work = sum(
             count * sum(seconds[c][kind][s] for s in stages for kind in ("F", "I", "W")) for c, count in counts.items()
         )
+        again = sum(count * c.per_stage("recompute", n)[s] for s in stages for c, count in counts.items())
         first = min(head[s] for s in stages)
         limit = problem.limit(group)
         forward = [(seconds[c]["F"][s], memory[c]["F"][s], count) for c, count in counts.items() for s in stages]
         weights = [(seconds[c]["W"][s], -memory[c]["W"][s], count) for c, count in counts.items() for s in stages]
         bounds += [
-            Bound(first + work, f"work of group {group}"),
+            Bound(first + work + again, f"work of group {group}"),
             Bound(
                 min(back[s] for s in stages) + work - _most(forward, limit),
                 f"work of group {group} after its first gradient",
             ),
             Bound(
-                first + work - _most(weights, limit) + min(tail[s] for s in stages), f"the way back from group {group}"
+                first + work + again - _most(weights, limit) + min(tail[s] for s in stages),
+                f"the way back from group {group}",
             ),
         ]
     return max(bounds, key=lambda bound: bound.makespan)

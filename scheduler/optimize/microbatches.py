@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from scheduler.base.texts import counted
 from scheduler.errors import ScheduleError
 from scheduler.optimize.bounds import lower_bound
+from scheduler.ordering import recomputing
 from scheduler.schedules.list_scheduling import Problem
 from scheduler.task import Schedule, check_schedule, reads_of
 from scheduler.timing.costs import Costs, check_costs
 from scheduler.timing.replay import Replay
-from scheduler.timing.simulate import orders_with_recomputing, peaks
+from scheduler.timing.simulate import peaks
 
 _CLOSE = 1e-9
 
@@ -91,7 +92,8 @@ class _ListClock:
     def __init__(self, schedule: Schedule, costs: Costs, limits: Sequence[float]) -> None:
         self.costs, self.limits, self.placement = costs, limits, schedule.placement
         m, n, groups = len(costs.microbatches), schedule.num_stages, schedule.num_groups
-        self.orders, every = orders_with_recomputing(schedule, m, costs), costs.of_microbatches(m)
+        self.orders = recomputing(schedule, m, schedule.orders(m), costs.recomputed(n))
+        every = costs.of_microbatches(m)
         reads = reads_of(schedule)
         self.replay = Replay(self.orders, self.placement, m, reads)
         columns = {one: _column(one, n) for one in dict.fromkeys(every)}

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from operator import mul
+from operator import add, mul
 
 from scheduler.errors import ScheduleError
 from scheduler.optimize.annealing import can_compile, improve
 from scheduler.optimize.bounds import Bound, lower_bound
 from scheduler.optimize.problem import problem_for
+from scheduler.ordering import with_recomputing
 from scheduler.schedules.building_block import blocks_within, orders_of
 from scheduler.schedules.catalogue import SCHEDULES, make
 from scheduler.schedules.custom import CustomSchedule
@@ -219,6 +220,8 @@ class _TimeLimit:
 class _OrderSearch:
     def __init__(self, problem: Problem, budget: _TimeLimit, seed: int, progress: Callable[[str], object]) -> None:
         self.problem = problem
+        self.joined = replace(problem, costs=_joined(problem.costs, problem.num_stages))
+        """The problem for what knows no R: it is part of I."""
         self.budget = budget
         self.seed = seed
         self.random = random.Random(seed)
@@ -239,17 +242,17 @@ class _OrderSearch:
         best = pool.best
         return Found(
             CustomSchedule(best.orders, self.problem.placement, best.pairs),
-            _simulated(self.problem, best.orders),
+            _simulated(self.problem, best),
             pool.bound,
             seed_name,
             best_seed.makespan if best_seed else math.inf,
-            _noisy_gain(self.problem, best_seed.orders, best.orders, self.seed + 1) if best_seed else 0.0,
+            _noisy_gain(self.problem, best_seed, best, self.seed + 1) if best_seed else 0.0,
             pool.tries,
             not self.budget.exceeded,
         )
 
     def _check_memory(self) -> None:
-        problem, need = self.problem, self.problem.needed_to_start()
+        problem, need = self.problem, list(map(max, zip(*self.problem.needed_to_start(), strict=True)))
         least = [max((need[s] for s in problem.stages_of(group)), default=0.0) for group in range(problem.num_groups)]
         if any(nbytes > problem.limit(group) + _CLOSE for group, nbytes in enumerate(least)):
             needs = ", ".join(f"{nbytes:g} in group {group}" for group, nbytes in enumerate(least))
@@ -293,7 +296,7 @@ class _OrderSearch:
 
     def _rank_randomly(self) -> None:
         """Makes list schedules under many rankings: at first any, later neighbours of the best so far."""
-        problem = self.problem
+        problem = self.joined
         count = max(20, int(0.3 * self.budget.seconds * _PLACED_PER_SECOND / problem.num_tasks))
         best: tuple[float, Genes] | None = None
         for index in range(count):
@@ -306,7 +309,7 @@ class _OrderSearch:
             if orders is None:
                 self.pool.tries += 1
                 continue
-            candidate = _timed(problem, orders)
+            candidate = _timed(self.problem, orders)
             assert candidate is not None
             if best is None or candidate.makespan < best[0] - _CLOSE:
                 best = (candidate.makespan, genes)
@@ -317,7 +320,7 @@ class _OrderSearch:
 
     def _anneal(self) -> None:
         """Makes small moves, from the best few orders, for most of the time."""
-        problem, pool, compiled = self.problem, self.pool, can_compile()
+        problem, pool, compiled = self.joined, self.pool, can_compile()
         rate = _MOVED_PER_SECOND_COMPILED if compiled else _MOVED_PER_SECOND
         starts = pool.candidates[: 4 if compiled else 2]
         rounds = 2
@@ -332,7 +335,7 @@ class _OrderSearch:
             for index in range(rounds):
                 if self.budget.is_over():
                     return
-                makespan, orders = improve(
+                _, orders = improve(
                     problem,
                     orders,
                     steps=steps,
@@ -343,9 +346,10 @@ class _OrderSearch:
                     compiled=compiled,
                 )
                 pool.tries += steps
-                if pool.improves(makespan):
-                    self.progress(f"moves, start {number + 1}, round {index + 1} of {rounds}: {makespan:g}")
-                    pool.add(_Candidate(makespan, orders))
+                candidate = _timed(self.problem, orders)
+                if candidate is not None and pool.improves(candidate.makespan):
+                    self.progress(f"moves, start {number + 1}, round {index + 1} of {rounds}: {candidate.makespan:g}")
+                    pool.add(candidate)
                 if pool.is_at_bound():
                     return
 
@@ -361,9 +365,9 @@ def _seeds(problem: Problem) -> Iterator[tuple[str, _Candidate]]:
             pairs = schedule.fused(problem.num_microbatches)
         except ValueError:
             continue
-        whole = _timed(problem, orders)
+        whole = _timed(problem, orders, pairs)
         if whole is not None:
-            yield name, replace(whole, pairs=pairs)
+            yield name, whole
         if any(task.kind == "B" for order in orders for task in order):
             halves = _timed(problem, _split(orders))
             if halves is not None and (whole is None or halves.makespan < whole.makespan - _CLOSE):
@@ -375,19 +379,22 @@ def _split(orders: Orders) -> Orders:
     return tuple(tuple(part for task in order for part in task.parts) for order in orders)
 
 
-def _simulated(problem: Problem, orders: Orders, costs: Costs | None = None) -> Timeline:
+def _simulated(problem: Problem, candidate: _Candidate, costs: Costs | None = None) -> Timeline:
+    """The orders on the clock, with the R that their stages have."""
+    stages = problem.costs.recomputed(problem.num_stages)
+    orders = with_recomputing(candidate.orders, stages, candidate.pairs) if stages else candidate.orders
     return simulate_orders(orders, problem.placement, problem.num_microbatches, costs or problem.costs, name="search")
 
 
-def _timed(problem: Problem, orders: Orders) -> _Candidate | None:
+def _timed(problem: Problem, orders: Orders, pairs: Pairs = frozenset()) -> _Candidate | None:
     """The orders with their makespan, or None if they need too much memory."""
-    timeline = _simulated(problem, orders)
+    timeline = _simulated(problem, candidate := _Candidate(math.inf, orders, pairs))
     if any(peak > problem.limit(group) + _CLOSE for group, peak in enumerate(timeline.peak_bytes)):
         return None
-    return _Candidate(timeline.makespan, orders)
+    return replace(candidate, makespan=timeline.makespan)
 
 
-def _noisy_gain(problem: Problem, before: Orders, after: Orders, seed: int) -> float:
+def _noisy_gain(problem: Problem, before: _Candidate, after: _Candidate, seed: int) -> float:
     """The mean gain when every cost is off by up to a tenth."""
     rng = random.Random(seed)
     gains = []
@@ -396,9 +403,18 @@ def _noisy_gain(problem: Problem, before: Orders, after: Orders, seed: int) -> f
         off = [[1 + rng.uniform(-_NOISE, _NOISE) for _ in range(n)] for _ in range(3)]
         every = problem.of_microbatches() if problem.costs.microbatches else []
         costs = replace(_off(problem.costs, n, off), microbatches=[_off(one, n, off) for one in every])
-        spans = [_simulated(problem, orders, costs).makespan for orders in (before, after)]
+        spans = [_simulated(problem, one, costs).makespan for one in (before, after)]
         gains.append(1 - spans[1] / spans[0] if spans[0] else 0.0)
     return sum(gains) / len(gains)
+
+
+def _joined(costs: Costs, num_stages: int) -> Costs:
+    """The costs with R as a part of I."""
+    if not costs.recomputed(num_stages):
+        return costs
+    both = (costs.per_stage(name, num_stages) for name in ("input_grad", "recompute"))
+    every = [_joined(one, num_stages) for one in costs.microbatches if isinstance(one, Costs)]
+    return replace(costs, input_grad=tuple(map(add, *both)), recompute=0.0, microbatches=every)
 
 
 def _off(costs: Costs, num_stages: int, factors: Sequence[Sequence[float]]) -> Costs:

@@ -43,20 +43,30 @@ class Problem:
         """The number of tasks of kinds F, I and W."""
         return 3 * self.num_stages * self.num_microbatches
 
-    def needed_to_start(self) -> list[float]:
-        """For each stage, the room that its F must find: for itself and for the later stages of its group.
+    def needed_to_start(self) -> list[list[float]]:
+        """For each microbatch and stage, the room of its F and of those of the later stages of the group."""
+        return [self._with_later(held) for held in self._held()]
 
-        Younger microbatches leave the room that the oldest needs to get through, so the groups cannot starve each
-        other. Where microbatches differ, the room is that of the largest.
+    def room_to_start(self) -> list[list[float]]:
+        """The room that F waits for: that of the largest microbatches, where memory has so much.
+
+        Then younger microbatches leave the room that the oldest needs to get through, so the groups cannot starve each
+        other.
         """
-        rows = [one.per_stage("activation_bytes", self.num_stages) for one in self.of_microbatches()]
-        held = list(map(max, zip(*rows, strict=True)))
-        need = list(held)
-        later = [0.0] * self.num_groups
+        most = self._with_later(list(map(max, zip(*self._held(), strict=True))))
+        fits = [room <= self.limit(group) + _SLACK for room, group in zip(most, self.placement, strict=True)]
+        return [[m if fit else x for m, fit, x in zip(most, fits, own, strict=True)] for own in self.needed_to_start()]
+
+    def _held(self) -> list[list[float]]:
+        return [one.per_stage("activation_bytes", self.num_stages) for one in self.of_microbatches()]
+
+    def _with_later(self, held: Sequence[float]) -> list[float]:
+        """For each stage, what it and the later stages of its group hold."""
+        later, found = [0.0] * self.num_groups, list(held)
         for stage in reversed(range(self.num_stages)):
             later[self.placement[stage]] += held[stage]
-            need[stage] = later[self.placement[stage]]
-        return need
+            found[stage] = later[self.placement[stage]]
+        return found
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,7 @@ class _Lane:
         seconds: For each microbatch, how long its task takes.
         ready: For each microbatch, when what another stage makes for it is there.
         open: How many microbatches have run the stage's task before this one.
-        room: What memory must have room for; F alone needs some.
+        room: For each microbatch, what memory must have room for; F alone needs some.
         holds: For each microbatch, what its task adds to the memory that is held.
         next: The microbatch whose turn it is.
         follower: The lane of the stage's task after this one.
@@ -114,7 +124,7 @@ class _Lane:
     noise: Sequence[float] | None
     ready: list[float]
     open: int
-    room: float
+    room: Sequence[float]
     holds: Sequence[float]
     next: int = 0
     follower: "_Lane | None" = None
@@ -163,7 +173,7 @@ class _Listing:
         chosen = None
         for lane in lanes:
             microbatch = lane.next
-            if microbatch >= lane.open or live + lane.room > limit:
+            if microbatch >= lane.open or live + lane.room[microbatch] > limit:
                 continue
             ready = lane.ready[microbatch]
             if ready > horizon:
@@ -200,7 +210,7 @@ class _Listing:
 def _lanes(problem: Problem, ranking: Ranking) -> list[tuple[_Lane, _Lane, _Lane]]:
     """For each stage the lanes of F, I and W, linked to the lanes that wait for them."""
     n, m, every = problem.num_stages, problem.num_microbatches, problem.of_microbatches()
-    need = problem.needed_to_start()
+    need = list(zip(*problem.room_to_start(), strict=True))
     seconds, memory = [one.seconds(n) for one in every], [one.memory(n) for one in every]
     over = list(zip(*(one.transfers_between(problem.placement) for one in every), strict=True))
 
@@ -209,7 +219,7 @@ def _lanes(problem: Problem, ranking: Ranking) -> list[tuple[_Lane, _Lane, _Lane
         noise = ranking.noise[kind][s * m : (s + 1) * m] if kind in ranking.noise else None
         sent = (kind == "F" and s) or (kind == "I" and s + 1 < n)
         ready = [math.inf if sent else 0.0] * m
-        open_, room = (m, need[s]) if kind == "F" else (0, -math.inf)
+        open_, room = (m, need[s]) if kind == "F" else (0, [-math.inf] * m)
         own = ([row[kind][s] for row in rows] for rows in (seconds, memory))
         return _Lane(s, kind, next(own), due, noise, ready, open_, room, next(own))
 

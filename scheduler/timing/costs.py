@@ -142,6 +142,11 @@ class Costs:
             )
         return list(value)
 
+    def recomputed(self, num_stages: int) -> set[int]:
+        """The stages whose R takes time."""
+        every = {id(one): one for one in self.microbatches or (self,)}.values()
+        return {s for one in every for s, seconds in enumerate(one.per_stage("recompute", num_stages)) if seconds}  # type: ignore[union-attr]
+
     def of_microbatches(self, num_microbatches: int) -> "list[Costs]":
         """The costs of each microbatch.
 

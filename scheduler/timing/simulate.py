@@ -38,17 +38,11 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
     check_count("simulate", "num_microbatches", num_microbatches)
     check_costs("simulate", costs := Costs() if costs is None else costs)
     with without_collection():
-        orders = orders_with_recomputing(schedule, num_microbatches, costs)
+        stages = costs.recomputed(schedule.num_stages)
+        orders = recomputing(schedule, num_microbatches, schedule.orders(num_microbatches), stages)
     pairs = schedule.fused(num_microbatches) if fuse else frozenset()
     name, reads = type(schedule).__name__, reads_of(schedule)
     return simulate_orders(orders, schedule.placement, num_microbatches, costs, pairs, name, reads)
-
-
-def orders_with_recomputing(schedule: Schedule, num_microbatches: int, costs: Costs) -> Orders:
-    """The orders of a schedule, with the R that take time."""
-    again = _flat(costs.of_microbatches(num_microbatches), Costs.per_stage, "recompute", schedule.num_stages)
-    stages = {at // num_microbatches for at, seconds in enumerate(again) if seconds}
-    return recomputing(schedule, num_microbatches, schedule.orders(num_microbatches), stages)
 
 
 def simulate_orders(

@@ -9,6 +9,7 @@ import types
 
 import pytest
 
+import scheduler
 from scheduler import Costs, CustomSchedule, OneFOneB, ScheduleError, VMin, ZeroBubbleV, investigate, search, simulate
 from scheduler.optimize.annealing import _compiled, can_compile, improve
 from scheduler.ordering import order_faults
@@ -94,6 +95,30 @@ def test_one_stage_a_group_keeps_to_a_limit_for_each_group():
     found = investigate(4, 4, 8, Costs(transfer_s=0.3), memory_limit=[4, 3, 2, 1], seconds=1)
     assert all(peak <= limit for peak, limit in zip(found.timeline.peak_bytes, (4, 3, 2, 1), strict=True))
     assert found.timeline.makespan <= simulate(OneFOneB(4), 8, Costs(transfer_s=0.3)).makespan
+
+
+@pytest.mark.parametrize("microbatches", [((10.0, 1.0), (1.0, 10.0)), ((1.0, 10.0), (10.0, 1.0))])
+def test_microbatches_that_fit_one_by_one_are_ordered(microbatches):
+    costs = Costs(microbatches=[Costs(activation_bytes=held) for held in microbatches])
+    found = investigate(2, 1, 2, costs, memory_limit=11, seconds=0.1)
+    assert found.timeline.peak_bytes == (11.0,)
+    with pytest.raises(ScheduleError, match="alone needs 11 in group 0"):
+        search(2, 1, 2, costs, memory_limit=10)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "placement", "costs"),
+    [
+        (6, "v", Costs(recompute=(0.0, 0.0, 1.0, 0.0, 0.0, 1.0))),
+        (3, "loop", Costs(recompute=1.0, microbatches=(1, 3, 1, 2, 1, 1))),
+    ],
+)
+def test_what_is_computed_again_counts(num_stages, placement, costs):
+    found = investigate(num_stages, 3, 6, costs, placement=placement, seconds=0.3)
+    made = simulate(found.schedule, 6, costs)
+    built_in = scheduler.make(found.seed_name.split()[0], num_stages, 3)
+    assert found.timeline.makespan == made.makespan >= found.bound.makespan
+    assert made.makespan <= found.seed_makespan <= simulate(built_in, 6, costs).makespan
 
 
 def test_a_limit_that_no_order_keeps_to_is_refused():
