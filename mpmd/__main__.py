@@ -34,9 +34,9 @@ from mpmd.planning.plan import Plan, plan_lowered
 from mpmd.report.replay import replay
 from mpmd.tuning.ranked import Tuning
 from mpmd.tuning.tune import NUM_MICROBATCHES, SCHEDULES, tuned
-from scheduler import Costs
 from scheduler.base.exits import run_and_exit
 from scheduler.base.waiting import waiting
+from scheduler.timing.costs import costs_in
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
 _CONSTANTS = {
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _users_warnings(options.step):
             answer = _planned(options) if options.command == "plan" else _tuned(options)
-    except (ValueError, ModuleNotFoundError, FileNotFoundError) as e:
+    except (ValueError, ModuleNotFoundError, OSError) as e:
         print(f"python -m mpmd {options.command}: {e}", file=sys.stderr)
         return BAD_INPUT
     print(answer.as_json() if options.json else answer)
@@ -218,7 +218,7 @@ def _failure_inputs(options: argparse.Namespace) -> simulated.FailureInputs:
 
 
 def _planned(options: argparse.Namespace) -> Plan:
-    costs = Costs.from_json(options.costs.read_text()) if options.costs else None
+    costs = costs_in(options.costs) if options.costs else None
     _check_numbers(options, ["groups", "devices_per_group", "devices_per_host", "microbatches", "tokens", "copies"])
     function = _loaded(options.step)
     machine, mesh = _machine_and_mesh(options)
@@ -363,8 +363,9 @@ def _users_warnings(where: str) -> Iterator[None]:
 def _loaded(where: str) -> Callable:
     name, _, function = where.rpartition(":")
     path = Path(name)
-    if not name or not path.is_file():
-        fault = "names no function" if Path(where).is_file() else "names no file"
+    if not path.is_file() or path.suffix != ".py":
+        fault = "names no function" if Path(where).is_file() else "names no Python file" if path.is_file() else ""
+        fault = fault or "names no file"
         raise FileNotFoundError(f"{where!r} {fault}; expected FILE.py:FUNCTION.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scheduler.base.files import read_text
 from scheduler.base.texts import table
 from scheduler.base.waiting import waiting
 from scheduler.errors import ScheduleError
@@ -20,7 +19,7 @@ from scheduler.schedules.catalogue import make, on_groups, split_costs
 from scheduler.schedules.custom import CustomSchedule
 from scheduler.schedules.list_scheduling import Problem
 from scheduler.task import Schedule
-from scheduler.timing.costs import Costs
+from scheduler.timing.costs import Costs, costs_in
 from scheduler.timing.simulate import simulate
 from scheduler.timing.timeline import Timeline, critical_path_text, to_text
 
@@ -199,11 +198,4 @@ def _write(options: argparse.Namespace, timeline: Timeline) -> None:
 
 
 def _costs(options: argparse.Namespace) -> Costs:
-    if not options.costs:
-        return Costs()
-    try:
-        return Costs.from_json(read_text(options.costs))
-    except UnicodeDecodeError:
-        raise ValueError(f"--costs {options.costs}: this is not text; expected JSON.") from None
-    except ValueError as error:
-        raise ValueError(f"--costs {options.costs}: {error}") from None
+    return costs_in(options.costs) if options.costs else Costs()

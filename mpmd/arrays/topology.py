@@ -4,6 +4,7 @@ import importlib.util
 import math
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -74,4 +75,9 @@ def _tpus(target: Target, count: int) -> list[Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError(f"topology_mesh: {target.name} needs XLA's compiler for TPUs: pip install libtpu.")
     rows = max(d for d in range(1, math.isqrt(count) + 1) if count % d == 0)
-    return compat.described_tpus(f"{target.name}:{rows}x{count // rows}" + ("x1" if target.name == "v5p" else ""))
+    slice_ = f"{target.name}:{rows}x{count // rows}" + ("x1" if target.name == "v5p" else "")
+    try:
+        return compat.described_tpus(slice_)
+    except jax.errors.JaxRuntimeError as e:
+        fault = str(e).partition("\n")[0]
+        raise ValueError(f"topology_mesh: libtpu knows no {slice_}; take another number of devices. {fault}") from None

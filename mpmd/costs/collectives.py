@@ -116,7 +116,7 @@ def _members(line: str, num_devices: int) -> Sequence[np.ndarray]:
     Of each group shape (devices,), int: their places in the program.
     """
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        return _turned(num_devices, match[3], match[4]).reshape(int(match[1]), int(match[2]))
+        return list(_turned(num_devices, match[3], match[4]).reshape(int(match[1]), int(match[2])))
     if match := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line):
         members = [np.array(_numbers(group), int) for group in re.findall(r"\{([\d,]*)\}", match[1])]
         _checked(members[0], max([num_devices, *(1 + np.concatenate(members))]), num_devices)
@@ -130,7 +130,7 @@ def _members(line: str, num_devices: int) -> Sequence[np.ndarray]:
         wanted = set(re.findall(r"'([^']+)'", match["axes"]))
         last = [axis for axis, name in enumerate(sizes) if name in wanted]
         moved = np.moveaxis(grid, last, range(-len(last), 0))
-        return moved.reshape(-1, math.prod(grid.shape[axis] for axis in last))
+        return list(moved.reshape(-1, math.prod(grid.shape[axis] for axis in last)))
     return [np.arange(num_devices)]
 
 

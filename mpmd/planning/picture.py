@@ -3,11 +3,14 @@
 import dataclasses
 from collections import defaultdict
 
+from mpmd.compile.program import loop_graph
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.simulation import SimulatedStep
+from mpmd.partition.outline import Loop
 from mpmd.planning.costs import StepCosts
 from scheduler import Program, Schedule, ScheduleError, Send, Timeline, Value
 from scheduler.base.texts import in_seconds
+from scheduler.ordering import recomputing
 from scheduler.task import reads_of
 from scheduler.timing.simulate import simulate_orders, timeline_of
 
@@ -44,11 +47,10 @@ def picture_of(programs: StepPrograms, program: Program, step: SimulatedStep, co
     longest = max((p.loop.number for p in programs.loops), key=step.seconds_of)
     whole = timeline_of(step.runs(longest), program.placement_of(longest), "planned")
     microbatches = 1 + max(task.microbatch for order in whole.orders for task in order)
-    schedules = [loop.loop.schedule for loop in programs.loops]
-    schedule = next((s for s in schedules if s.placement == whole.placement), None)
-    if schedule is None or _columns(whole) <= COLUMNS:
+    if _columns(whole) <= COLUMNS:
         return Picture(whole, whole, microbatches)
-    shorter = _shortened(schedule, whole, _crossing(program, costs, whole.placement), microbatches)
+    loop = next(p.loop for p in programs.loops if p.loop.number == longest)
+    shorter = _shortened(loop.schedule, whole, _crossing(program, costs, loop), microbatches)
     return Picture(whole, *(shorter or (whole, microbatches)))
 
 
@@ -57,12 +59,13 @@ def _shortened(
 ) -> tuple[Timeline, int] | None:
     """The loop with as many microbatches as can be drawn task by task; None if the schedule knows no such number."""
     costs = dataclasses.replace(whole.costs, transfer_s=transfer_s)
+    recomputed = costs.recomputed(schedule.num_stages)
     while microbatches > 1:
         microbatches = microbatches * 3 // 4
         if microbatches > schedule.num_groups:  # some schedules take multiples only
             microbatches -= microbatches % schedule.num_groups
         try:
-            orders = schedule.orders(microbatches)
+            orders = recomputing(schedule, microbatches, schedule.orders(microbatches), recomputed)
         except (ScheduleError, ValueError):
             continue
         pairs, reads = schedule.fused(microbatches), reads_of(schedule)
@@ -78,12 +81,13 @@ def _columns(timeline: Timeline) -> float:
     return timeline.makespan / min(lengths, default=1.0)
 
 
-def _crossing(program: Program, costs: StepCosts, placement: tuple[int, ...]) -> tuple[float, ...]:
+def _crossing(program: Program, costs: StepCosts, loop: Loop) -> tuple[float, ...]:
     """Seconds of one microbatch's values over the boundary behind each stage, in the slower direction."""
+    placement, own = loop.schedule.placement, {edge.name for edge in loop_graph(loop).edges}
     names: dict[tuple[int, int], set[str]] = defaultdict(set)
     for group, instructions in enumerate(program.groups):
         for i in instructions:
-            if isinstance(i, Send) and i.value.microbatch is not None:
+            if isinstance(i, Send) and i.value.name in own:
                 names[group, i.to_group].add(i.value.name)
     seconds = {pair: sum(costs.transfer(*pair, Value(name)) for name in found) for pair, found in names.items()}
     pairs = [(here, placement[stage + 1]) for stage, here in enumerate(placement[:-1])]

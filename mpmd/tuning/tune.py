@@ -1,6 +1,7 @@
 """`mpmd.tune`: which schedule, how many microbatches and which cut make a step fastest within the memory."""
 
 import dataclasses
+import operator
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -57,8 +58,9 @@ def tune(
       All configurations, the best first. Those that take more data in a step are compared by the time for the data.
 
     Raises:
-      TypeError: `num_microbatches` has a bool.
-      ValueError: `build` returns something else, or there is nothing to try.
+      TypeError: `num_microbatches` has a bool, or `build` returns something else.
+      ValueError: there is nothing to try.
+      Exception: what `build` and its step raise, where that is so in every configuration.
 
     Example:
       >>> tuning = mpmd.tune(build, schedules=["1f1b", "zb-h1"], num_microbatches=[8, 16])  # doctest: +SKIP
@@ -79,10 +81,11 @@ def tuned(
     search = _Search(build, limit, machine)
     counts = NUM_MICROBATCHES if num_microbatches is None else num_microbatches
     names = SCHEDULES if schedules is None else schedules
-    counts = (counts,) if isinstance(counts, int) else tuple(counts)
+    counts = tuple(counts) if isinstance(counts, Iterable) else (counts,)
     names = (names,) if isinstance(names, (str, Schedule)) else tuple(names)
     if wrong := [count for count in counts if isinstance(count, bool)]:
         raise TypeError(f"tune: num_microbatches has {wrong[0]}. Pass a number, or several: num_microbatches=(8, 16).")
+    counts = tuple(map(operator.index, counts))
     for name in names:
         if isinstance(name, str):
             catalogue.find(name)  # complains of an unknown one
@@ -95,6 +98,8 @@ def tuned(
     with waiting(far):
         for name, count in pairs:
             search.add(name, count)
+    if search.error is not None and all(one.traced is None for one in search.found):
+        raise search.error
     search.compile_the_best()
     return search.result()
 
@@ -131,6 +136,8 @@ class _Search:
     def __init__(self, build: Callable, limit: float | None, machine: Machine | None):
         self.build, self.limit, self.machine = build, limit, machine
         self.found: list[_Try] = []
+        self.error: Exception | None = None
+        """The first one of `build` or of its step that says nothing of schedules: raised if nothing can be built."""
         self.scale: dict[str, float] = {}
 
     def add(self, schedule: Schedule | str, count: int) -> None:
@@ -144,8 +151,11 @@ class _Search:
                 )
             step, arguments = made
             traced = step.trace(*(arguments if isinstance(arguments, (tuple, list)) else (arguments,)))
-        except ValueError as e:
-            fault = str(e).splitlines()[0]
+        except Exception as e:
+            fault = _reason(e)
+            if not isinstance(e, ValueError):
+                fault = f"{type(e).__name__}: {fault}"
+                self.error = self.error or e
         self._add(Configuration(schedule, count, fault=fault), traced)
 
     def _add(self, configuration: Configuration, traced: Any) -> _Try:
@@ -162,7 +172,7 @@ class _Search:
                 self.limit = memory_of(new.lowered._mesh, self.machine)
             predictor = new.predictor = Predictor(new.lowered, self.machine)
         except ValueError as e:
-            new.note(fault=str(e).splitlines()[0])
+            new.note(fault=_reason(e))
             return new
         num_stages = max((loop.schedule.num_stages for loop in predictor.outline.loops), default=1)
         new.note(cuts=new.lowered.cuts, num_stages=num_stages, num_elements=predictor.num_elements)
@@ -270,6 +280,12 @@ class _Search:
         if plan is None or best.prediction is None:
             return ""
         return plan.unpipelined.verdict(best.prediction.seconds, self.limit)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, as a sentence where a list follows."""
+    line = str(error).strip().partition("\n")[0]
+    return line[:-1] + "." if line.endswith(":") else line
 
 
 def _scale(durations: Iterable[tuple[str, float, float]]) -> dict[str, float]:

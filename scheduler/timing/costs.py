@@ -6,9 +6,10 @@ import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
-from scheduler.base.files import parse_json
+from scheduler.base.files import parse_json, read_text
 from scheduler.base.texts import counted
 from scheduler.task import Kind, Task
 
@@ -291,6 +292,16 @@ class Costs:
         if stages > 10 * len(durations) + 1000:
             raise ValueError(f"Costs: the Chrome trace names stage {stages - 1}, and holds {len(durations)} tasks.")
         return cls.measured(durations)
+
+
+def costs_in(path: str | Path) -> Costs:
+    """The costs in a file of JSON that the option `--costs` names; errors name both."""
+    try:
+        return Costs.from_json(read_text(path))
+    except UnicodeDecodeError:
+        raise ValueError(f"--costs {path}: this is not text; expected JSON.") from None
+    except ValueError as error:
+        raise ValueError(f"--costs {path}: {error}") from None
 
 
 def _check_names(given: Mapping[str, object]) -> None:

@@ -156,6 +156,17 @@ def test_a_long_loop_is_drawn_with_fewer_microbatches(compiled):
     assert f"loop 0: OneFOneB(num_stages=4), {MICROBATCHES} microbatches, {plan.loops[0].seconds:.3g} s; " in str(plan)
 
 
+def test_of_two_loops_the_longest_is_drawn_by_its_own_schedule_and_transfers():
+    def evaluates_first(state, xs):
+        value = mpmd.treduce(lambda x: loss(state[0], x), xs, schedule="gpipe")
+        return step(state, xs), value
+
+    costs = scheduler.Costs(forward=0.2, input_grad=1.5, weight_grad=1.5)
+    alone, second = (plan_of(compiled_for(one), costs, link_bandwidth=5e4).picture for one in (step, evaluates_first))
+    assert second.microbatches == alone.microbatches and second.shown.orders == alone.shown.orders
+    assert second.shown.costs.transfer_s == pytest.approx(alone.shown.costs.transfer_s)
+
+
 def test_costs_of_another_number_of_stages_are_refused(compiled):
     with pytest.raises(ValueError) as caught:
         plan_of(compiled, scheduler.Costs((1.0, 2.0, 1.0)))

@@ -1,6 +1,7 @@
 """Programs for GPUs that are not here (needs the extra `topology`), and what is said without it."""
 
 import functools
+import importlib.util
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ from plugins import HAS_CUDA, needs_libtpu, needs_plugin
 
 import mpmd
 import scheduler
+from mpmd import _jax_compat as compat
 from mpmd.__main__ import main
 from mpmd.costs.machine import Machine
 from mpmd.planning.plan import plan_step
@@ -48,6 +50,20 @@ def test_a_mesh_that_cannot_be_is_refused(arguments, message):
     with pytest.raises(ValueError) as caught:
         mpmd.topology_mesh(*arguments, ("stage", "data"), "stage")
     assert str(caught.value) == message
+
+
+def test_a_slice_of_tpus_that_cannot_be_is_refused(monkeypatch):
+    def described(topology):
+        raise jax.errors.JaxRuntimeError(f'INVALID_ARGUMENT: Topology layout "{topology}" is not divisible')
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(compat, "described_tpus", described)
+    with pytest.raises(ValueError) as caught:
+        mpmd.topology_mesh("v5e", (2, 1), ("stage", "data"), "stage", devices_per_host=2)
+    assert str(caught.value) == (
+        "topology_mesh: libtpu knows no v5e:1x2; take another number of devices."
+        ' INVALID_ARGUMENT: Topology layout "v5e:1x2" is not divisible'
+    )
 
 
 def loss(weights, x):
@@ -209,6 +225,8 @@ def unequal(mesh): return (lambda x, y: x @ y), (jax.ShapeDtypeStruct((4,), "flo
         (STEPS, "fine", "--target h9000", "there is no target 'h9000'. Known are a100, h100, "),
         (STEPS, "fine", "--axes stage", "--axes stage: expected different names; 'stage' is the axis of the groups."),
         (STEPS, "fine", "--costs nowhere", "[Errno 2] No such file or directory: 'nowhere'"),
+        (STEPS, "fine", "--costs /", "[Errno 21] Is a directory: '/'"),
+        (STEPS, "fine", "--costs {file}", "--costs {file}: Costs: this is not JSON"),
         with_plugin(STEPS, "failing", "", "calling {file}:failing raised KeyError in line 4: 'layers'"),
         with_plugin(STEPS, "other", "", "{file}:other returned int, expected (step, abstract arguments)."),
         with_plugin(STEPS, "of_jax", "", "{file}:of_jax returned a step of jaxlib; expected mpmd.jit(step, mpmd_mesh"),
@@ -221,7 +239,15 @@ def test_what_cannot_be_planned_is_told_in_one_line(file, function, options, mes
     path = tmp_path / "step.py"
     if file is not None:
         path.write_text(file)
-    assert main(["plan", f"{path}:{function}", "--groups", "2", *options.split()]) == 2
+    assert main(["plan", f"{path}:{function}", "--groups", "2", *options.format(file=path).split()]) == 2
     text = capsys.readouterr().err
     assert text.count("\n") == 1
     assert text.startswith(f"python -m mpmd plan: {message.format(file=path)}")
+
+
+def test_a_step_in_no_python_file_is_refused(tmp_path, capsys):
+    (tmp_path / "step.txt").write_text(STEPS)
+    assert main(["plan", f"{tmp_path}/step.txt:fine", "--groups", "2"]) == 2
+    assert capsys.readouterr().err == (
+        f"python -m mpmd plan: '{tmp_path}/step.txt:fine' names no Python file; expected FILE.py:FUNCTION.\n"
+    )

@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mpmd
@@ -14,6 +15,7 @@ from mpmd.costs.devices import machine_of
 from mpmd.report.estimate import draft_of
 from mpmd.tuning.cut_again import measured_units, recuts, units_of, with_cuts
 from mpmd.tuning.predict import Predictor
+from mpmd.tuning.tune import _reason
 from scheduler.schedules import catalogue
 
 WIDTH, NUM_LAYERS, ROWS = 32, 6, 256
@@ -204,6 +206,27 @@ def test_all_schedules_of_the_catalogue_are_tried():
 
     tried = {c.schedule for c in mpmd.tune(build, num_microbatches=8).configurations}
     assert tried == set(catalogue.SCHEDULES)
+
+
+def test_what_only_some_numbers_of_microbatches_do_not_allow_is_listed(build):
+    def of_a_batch(schedule, num_microbatches):
+        jnp.zeros((ROWS, 1)).reshape(num_microbatches, -1)  # as a step may do
+        return build(schedule, num_microbatches)
+
+    def faults(schedules, counts):
+        found = mpmd.tune(of_a_batch, schedules=schedules, num_microbatches=counts).configurations
+        return [c.fault for c in found if not c.is_cut_again]
+
+    good, bad = faults("1f1b", np.array([4, 3]))
+    assert good is None and bad.startswith("TypeError: cannot reshape array of shape (256, 1)")
+    with pytest.raises(TypeError, match="cannot reshape array"):
+        faults("1f1b", np.int64(3))
+
+
+def test_a_reason_is_a_sentence():
+    assert (
+        _reason(ValueError("VMin has 6 stages; found 2:\n    step.py:6:12\n  Do so.")) == "VMin has 6 stages; found 2."
+    )
 
 
 def test_mistakes_are_named(build):
