@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -193,7 +194,7 @@ def put_together(processes: Sequence[ProcessLedger]) -> JobLedger:
 
 def _counted(process: ProcessLedger, processes: Sequence[ProcessLedger]) -> Iterator[tuple[str, float]]:
     """Seconds by part of a process; of a line with steps that are done again, as many as such steps are in it."""
-    done = -1  # steps up to this one were done before
+    done, since = -1, process.begun  # steps up to this one were done before; when it went on last
     for line in process.lines:
         again = 0.0
         if line.steps is not None:
@@ -204,11 +205,31 @@ def _counted(process: ProcessLedger, processes: Sequence[ProcessLedger]) -> Iter
             yield REPEATED, share * amount
             yield part, (1 - share) * amount
         if _begins(line):
-            done = max((steps[1] for _, steps in _steps_before(line.at, processes)), default=-1)
+            before = [_until(line, since, one, process.attempt) for one in processes]
+            done = max((steps[1] for _, steps in _steps_before(math.inf, before)), default=-1)
+            since = line.at
 
 
 def _begins(line: LedgerLine) -> bool:
     return line.text.startswith((f"{ledger.LOOP}begins", f"{ledger.LOOP}goes on"))
+
+
+def _until(line: LedgerLine, since: float, process: ProcessLedger, attempt: int) -> ProcessLedger:
+    """A process until it went on at the step of this line, before or after the line was written.
+
+    Args:
+      since: when the process of the line went on before.
+      attempt: that of the line; processes of others end before it.
+    """
+    own = process.lines if process.attempt == attempt else ()
+    alike = [x.at for x in own if _begins(x) and x.at > since and _first_step(x.text) == _first_step(line.text)]
+    at = min(alike, key=lambda at: abs(at - line.at), default=line.at)
+    return dataclasses.replace(process, lines=tuple(x for x in process.lines if x.at <= at))
+
+
+def _first_step(text: str) -> int:
+    """The step that a loop which begins or goes on computes first."""
+    return int(re.findall(r"step (\d+)", text)[0]) + ("goes on after" in text)
 
 
 def _steps_before(at: float, processes: Sequence[ProcessLedger]) -> list[tuple[float, tuple[int, int]]]:
@@ -247,7 +268,6 @@ def _events(processes: Sequence[ProcessLedger]) -> Iterator[str]:
         said.add((process.attempt, kind))
         if _begins(line) and (before := _steps_before(at, processes)):
             text += f", {at - max(t for t, _ in before):.1f} s after the last step before"
-            last, first = max(steps[1] for _, steps in before), int(re.findall(r"step (\d+)", text)[0])
-            first += "goes on after" in text
+            last, first = max(steps[1] for _, steps in before), _first_step(text)
             text += f"; {_number(last - first + 1, 'step')} again" if last >= first else ""
         yield f"{_time(at)} {f'attempt {process.attempt}: ' if process.attempt else ''}{text}"

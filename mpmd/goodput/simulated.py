@@ -1,7 +1,8 @@
 """How much of a job's time would count, from stated inputs, with and without each way to go on after a failure.
 
 A closed form, in averages. Each failure stops all devices until the job is back, and has it do again what was not kept.
-Failures are counted one by one: each costs its whole stop, also where two would overlap.
+Failures are counted one by one: each costs its whole stop, also where two would overlap; one that comes while the job
+is stopped has nothing more done again.
 """
 
 import dataclasses
@@ -93,7 +94,7 @@ def shares(inputs: FailureInputs, *, in_memory: bool, in_place: bool) -> TimeSha
     Examples:
       >>> of = FailureInputs(gpus=8, failures_per_day=24, checkpoint_every_s=600, checkpoint_s=0)
       >>> [round(share, 3) for share in shares(of, in_memory=False, in_place=False)]
-      [0.742, 0.175, 0.083, 0.0, 0.0, 0.0]
+      [0.756, 0.175, 0.069, 0.0, 0.0, 0.0]
     """
     rate = inputs.failures_per_day / 86400
     place = spare_is_free(inputs) if in_place else 0.0
@@ -105,7 +106,7 @@ def shares(inputs: FailureInputs, *, in_memory: bool, in_place: bool) -> TimeSha
     running = 1 - stopped
     saving = running * inputs.checkpoint_s / (inputs.checkpoint_every_s + inputs.checkpoint_s)
     copying = (running - saving) * inputs.copy_s / (inputs.step_s + inputs.copy_s) if in_memory else 0.0
-    repeated = min(running - saving - copying, rate * again_s)
+    repeated = min(running - saving - copying, rate * running * again_s)
     useful = running - saving - copying - repeated
     busy = inputs.gpus / (inputs.gpus + inputs.spares) if in_place else 1.0
     return TimeShares(busy * useful, busy * stopped, busy * repeated, busy * saving, busy * copying, 1 - busy)
@@ -117,6 +118,8 @@ def spare_is_free(inputs: FailureInputs) -> float:
     blocked = 1.0
     for number in range(1, inputs.spares // inputs.gpus_per_host + 1):
         blocked = busy * blocked / (number + busy * blocked)
+        if not blocked:
+            break
     return 1 - blocked
 
 

@@ -227,7 +227,7 @@ class Costs:
             **others: The costs that a timeline does not show (transfer_s, activation_bytes, …).
 
         Raises:
-            ValueError: There are no durations, or none of some shape.
+            ValueError: There are no durations, or none of some shape, or too few shapes.
 
         Examples:
             >>> seen = [("0F0", 1.0), ("0F1", 1.2), ("0F2", 5.0), ("0B0", 3.0)]
@@ -237,6 +237,12 @@ class Costs:
         """
         pairs = list(durations if isinstance(durations, Iterable) else durations.durations)
         if shapes is not None:
+            num = 1 + max((task.microbatch for task, _ in pairs), default=-1)
+            if num > len(shapes):
+                raise ValueError(
+                    f"Costs.measured: shapes has {counted(len(shapes), 'entry')}, and a task is of microbatch"
+                    f" {num - 1}; give one for each microbatch of the run."
+                )
             of_shape = {
                 shape: cls.measured([(t, s) for t, s in pairs if shapes[t.microbatch] == shape], **others)
                 for shape in dict.fromkeys(shapes)

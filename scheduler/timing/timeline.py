@@ -231,7 +231,8 @@ def _cells(timeline: Timeline, group: int, width: int) -> Iterator[str]:
     for task, start, end in timeline.row(group):
         begin, stop = round(start / step) * cell, round(end / step) * cell
         yield "." * (begin - at) if cell == 1 else " " * (begin - at)
-        yield (task.kind * (stop - begin)) if cell == 1 else _label(timeline, task).ljust(stop - begin)
+        label = "" if stop == begin else _label(timeline, task)
+        yield (task.kind * (stop - begin)) if cell == 1 else label.ljust(stop - begin)
         at = max(at, stop)
     yield (("." if cell == 1 else " ") * (columns * cell - at))
 

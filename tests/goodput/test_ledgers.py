@@ -354,6 +354,23 @@ def test_after_a_restart_steps_done_before_are_repeated_and_the_time_between_is_
     )
 
 
+def test_a_step_that_one_rank_finished_before_another_went_on_is_not_repeated(tmp_path):
+    begins = "10.0000Z | 10.0000 s |  | starting 10.0000 | loop: begins with step 0"
+    steps = "20.0000Z | 10.0000 s | steps 0 to 9, 10 calls | compute 10.0000 |"
+    goes_on = "{}Z | 5.0000 s |  | recovery 5.0000 | loop: goes on after step {}, from memory"
+    write_ledger(
+        tmp_path, 0, begins, steps, goes_on.format("25.0000", 8),
+        "26.0000Z | 1.0000 s | step 9, 1 call | compute 1.0 |",
+        "27.0000Z | 1.0000 s | step 10, 1 call | compute 1.0 |", "",
+    )  # fmt: skip
+    write_ledger(
+        tmp_path, 1, begins, steps, goes_on.format("26.5000", 8),
+        "30.0000Z | 3.0000 s | steps 9 to 11, 3 calls | compute 3.0 |", "",
+    )  # fmt: skip
+    found = ledgers.put_together(ledgers.read(tmp_path)).seconds
+    assert found["repeated"] == pytest.approx(2.0)  # step 9, in each of them
+
+
 def test_a_spare_fills_the_place_of_a_rank_and_only_the_time_until_then_is_empty(tmp_path):
     write_ledger(tmp_path, 0, "10.0000Z | 10.0000 s | 5 calls | compute 10.0000 |", "")
     write_ledger(tmp_path, 1, "04.0000Z | 4.0000 s | 2 calls | compute 4.0000 |", "")

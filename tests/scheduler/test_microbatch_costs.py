@@ -110,6 +110,8 @@ def test_costs_are_measured_for_each_shape():
     assert both[0] == both[1] and len(set(measured.microbatches)) == 2
     with pytest.raises(ValueError, match="no durations"):
         Costs.measured([(Task.parse("0F0"), 1.0)], shapes=["short", "long"])
+    with pytest.raises(ValueError, match="shapes has 1 entry, and a task is of microbatch 3; give one for each"):
+        Costs.measured([(Task.parse("0F3"), 1.0)], shapes=["short"])
 
 
 def test_costs_of_microbatches_in_json():

@@ -224,6 +224,18 @@ def test_tasks_that_take_next_to_no_time_are_drawn_in_slices():
     assert [line[6:15] for line in tiny.splitlines()[1:]] == ["FF...BBBB", ".FFBBBB.."]
 
 
+def test_the_critical_path_goes_through_a_pair_whose_tasks_wait_for_each_other():
+    rows = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    pairs = [(Task.parse("1F0"), Task.parse("1B0"))]
+    timeline = simulate(CustomSchedule(rows, (0, 1), pairs), 2, fuse=True)
+    assert critical_path_text(timeline) == "critical path: 0F0 1F0 1B0 1F1 1B1 0B1"
+
+
+def test_a_task_that_takes_no_time_has_no_label():
+    rows = str(simulate(ZeroBubbleH1(2), 3, Costs(weight_grad=0.0))).splitlines()[1:]
+    assert [row.split("|")[1] for row in rows] == ["F0 F1    I0 F2 I1    I2 ", "   F0 I0 F1 I1 F2 I2    "]
+
+
 def test_the_critical_path_prints_without_its_middle_where_it_is_long():
     text = critical_path_text(simulate(GPipe(2), 60), limit=6)
     assert text == "critical path: 0F0 1F0 1F1 … 116 tasks … 0B57 0B58 0B59"
