@@ -125,7 +125,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """Whether to pipeline at all."""
+        """Whether to pipeline at all, where that can be said."""
         if self.costs_are_measured:  # the bound is by the roofline, which tasks need not reach
             return f"without a pipeline, by the roofline: {self.unpipelined}"
         return self.unpipelined.verdict(self.step.seconds, self.machine.usable_nbytes)
