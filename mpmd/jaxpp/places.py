@@ -205,6 +205,7 @@ def _everywhere(x: jax.Array) -> jax.Array:
 
 
 def _gathered(*args: jax.Array, axis: int = 0) -> jax.Array:
+    axis %= args[0].ndim
     stacked = cross_mpmd_stack(args, axis)
     return _everywhere(stacked.reshape(*stacked.shape[:axis], -1, *stacked.shape[axis + 2 :]))
 

@@ -22,6 +22,7 @@ from mpmd.ops import stage_end
 from mpmd.ops.reductions import Add, Concat, Operation
 from mpmd.stages import Compiled
 from mpmd.users_frame import users_frame
+from scheduler import Task
 
 default_op = (Concat(), Add)
 
@@ -181,7 +182,9 @@ class JaxppStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _task_times.get() is None:
             return self._jitted(*args, **kwargs)
-        return self.compile(*args, **kwargs)(*args, **kwargs)
+        call = self._jitted._read(args, kwargs)
+        given, named = jax.tree.unflatten(call.tree, call.leaves)  # without the static ones
+        return self.compile(*args, **kwargs)(*given, **named)
 
 
 class JaxppCompiled:
@@ -249,8 +252,13 @@ def collect_task_times_ms(enabled: bool = True) -> Iterator[dict[str, list[float
 
 def _title(ran: Ran) -> str:
     """`fwd_0`, without the microbatch; of other programs their name."""
-    tasks = [JaxppTask.make(t.stage, t.microbatch, TaskType(t.kind)) for t in ran.tasks]
-    return "+".join(str(task).partition("__")[0] for task in tasks) or ran.name
+    return "+".join(map(_title_of_task, ran.tasks)) or ran.name
+
+
+def _title_of_task(task: Task) -> str:
+    if task.kind == "R":  # JaxPP has no such task
+        return f"recompute_{task.stage}"
+    return str(JaxppTask.make(task.stage, task.microbatch, TaskType(task.kind))).partition("__")[0]
 
 
 # --- names of JaxPP that have no counterpart ------------------------------------------------------------

@@ -35,7 +35,7 @@ from mpmd.arrays.specs import names_of, without_axis
 from mpmd.jaxpp.places import JaxppMesh, to_global_jax_array
 from mpmd.ops.cross_group import cross_mpmd_stack, end_task, place
 from mpmd.stages import Compiled
-from mpmd.tracing.arguments import broadcast
+from mpmd.tracing.arguments import broadcast, leaf_type
 
 __all__ = ["LoweredMpmdFun", "MpmdFunction", "MpmdMesh", "mpmd", "slice", "stack", "task", "transfer"]
 
@@ -364,7 +364,7 @@ class MpmdFunction:
         if key not in self._lowered:
             mesh, ins = self.mpmd_mesh, self._ins(tree)
             options: Any = {"mpmd_mesh": mesh, "in_shardings": tree.unflatten([_sharding(s, mesh) for s in ins])}
-            shapes = tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat])
+            shapes = tree.unflatten([jax.ShapeDtypeStruct(*leaf_type(x, frozenset())[:2]) for x in flat])
             out_shape = jit(self._program, **options).eval_shape(*shapes)
             outs = jax.tree.unflatten(jax.tree.structure(out_shape), self._outs[key])
             wishes = jax.tree.map(lambda s: _sharding(s, mesh), outs)
@@ -438,4 +438,4 @@ def _sharding(sharding: NamedSharding, mpmd_mesh: MpmdMesh) -> MpmdSharding:
 
 
 def _types(flat: Sequence[Any], tree: Any) -> Hashable:
-    return tree, tuple((x.shape, str(x.dtype)) for x in flat)
+    return tree, tuple(leaf_type(x, frozenset())[:2] for x in flat)

@@ -113,8 +113,10 @@ def read(where: Path) -> tuple[dict[int, dict[str, Any]], dict[str, Program]]:
         if attempt < last:
             continue
         try:
-            records[rank] = json.loads(path.read_text())
-            names = [p["plan"] for p in records[rank]["programs"]]
+            record = records[rank] = json.loads(path.read_text())
+            names = [p["plan"] for p in record["programs"]]
+            if not isinstance(record["num_ranks"], int):
+                raise TypeError("num_ranks is no number")
             for name in names:
                 if name not in plans and (path.parent / name).exists():
                     plans[name] = of_data(json.loads((path.parent / name).read_text()))

@@ -16,7 +16,6 @@ from mpmd.ops.reductions import (
     Operation,
     broadcast_operation,
     dtype_of_sum,
-    is_number_or_array,
     output_leaves,
 )
 
@@ -64,9 +63,11 @@ class Means:
 
     def _weight_of(self, x: Any) -> jax.Array:
         given = self._weights(x)  # pyright: ignore[reportOptionalCall]
-        weight = jnp.asarray(given) if is_number_or_array(given) else None
-        if weight is None or weight.shape or jnp.issubdtype(weight.dtype, jnp.complexfloating) or weight.dtype == bool:
-            what = repr(given) if weight is None else jax.typeof(weight).str_short()
+        dtype = getattr(given, "dtype", type(given))
+        is_number = any(jnp.issubdtype(dtype, of) for of in (jnp.integer, jnp.floating))
+        weight = jnp.asarray(given) if is_number else None
+        if weight is None or weight.shape:
+            what = repr(given) if weight is None and not isinstance(given, jax.Array) else jax.typeof(given).str_short()
             raise StageError(
                 f"treduce: weights returns {what:.60} for a microbatch. It must return a scalar, an integer or a float."
             )

@@ -295,11 +295,12 @@ def check_operations(operations: Sequence[object], out_avals: Sequence[compat.Av
                 f"{name}: operation holds {op!r}. Pass mpmd.Add, Mean, Max, Min or Concat, or a subclass of"
                 " mpmd.Operation."
             )
-        if type(op).__hash__ is None:
+        try:
+            hash(op)
+        except TypeError as error:
             raise StageError(
-                f"{name}: {op!r} has no hash, for its class defines __eq__ alone. Of a dataclass, write"
-                " @dataclasses.dataclass(frozen=True)."
-            )
+                f"{name}: {op!r} has no hash: {error}. Of a dataclass, write @dataclasses.dataclass(frozen=True)."
+            ) from None
         if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
             if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
                 what, instead = "a PRNG key", "jax.random.key_data of it"

@@ -75,9 +75,21 @@ class Profile:
         """The step of median length."""
         return sorted(self.steps, key=lambda s: s.seconds)[(len(self.steps) - 1) // 2]
 
+    def _facts_of(self, loop: int) -> LoopFacts:
+        """Of a loop by its number among those of the step, or from the last one.
+
+        Raises:
+          ValueError: there is none.
+        """
+        try:
+            return self.loops[loop]
+        except IndexError:
+            number = counted(len(self.loops), "treduce loop")
+            raise ValueError(f"profile: the step has {number}, so there is no loop {loop}.") from None
+
     def timeline(self, loop: int = -1, step: Step | None = None) -> Timeline:
         """A loop of a step (of the typical one) as a `scheduler.Timeline`; its costs are the median durations."""
-        facts = self.loops[loop]
+        facts = self._facts_of(loop)
         step = self.typical if step is None else step
         runs = [r for group in step.by_group for r in group if r.tasks and r.loop == facts.number]
         return timeline_of(((r.group, r.tasks, r.start, r.end) for r in runs), facts.placement, "measured")
@@ -87,7 +99,7 @@ class Profile:
 
         Of a list of several shapes each shape is measured on its own; these are the costs of its `microbatches`.
         """
-        facts = self.loops[loop]
+        facts = self._facts_of(loop)
         found = {shape: self._costs_of(facts, {shape}) for shape in dict.fromkeys(facts.shapes)}
         if len(found) == 1:
             return found[facts.shapes[0]]
@@ -118,7 +130,7 @@ class Profile:
 
     def simulated(self, costs: Costs | None = None, loop: int = -1) -> Timeline:
         """The loop on a clock, with these costs for its tasks; by default those that were measured."""
-        facts = self.loops[loop]
+        facts = self._facts_of(loop)
         runs = [r for group in self.typical.by_group for r in group if r.loop == facts.number]
         kinds = {task.kind for r in runs for task in r.tasks}
         orders = tuple(tuple(t for t in order if kinds - {"F"} or t.kind == "F") for order in facts.orders)

@@ -3,6 +3,7 @@
 import dataclasses
 import operator
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -230,7 +231,14 @@ class _Search:
             durations = list(compiled.last_timeline().durations)
             one.measured = Costs.measured(durations)
             number = predictor.outline.loops[-1].number
-            self.scale = _scale((t.kind, s, predictor.task_s(number, t.stage, t.kind)) for t, s in durations)
+            seconds = defaultdict[tuple[str, int], list[float]](list)
+            for task, s in durations:
+                seconds[task.kind, task.stage].append(s)
+            # Medians, as in the measured costs: what the two predict is compared.
+            self.scale = _scale(
+                (kind, statistics.median(found), predictor.task_s(number, stage, kind))
+                for (kind, stage), found in seconds.items()
+            )
             one.note(measured_s=statistics.median(compiled._seconds_of_calls(_CALLS)))
             self._cut_again(one)
         for other in self.found:

@@ -16,6 +16,7 @@ import mpmd
 import mpmd.jaxpp as jaxpp
 import scheduler
 from mpmd.jaxpp import experimental, schedules
+from mpmd.jaxpp.steps import _title_of_task
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -281,7 +282,7 @@ def test_values_of_several_groups_meet_in_its_words():
         each = [jnp.vdot(w, w) for w in new]
         return (
             jaxpp.cross_mpmd_all_reduce(*each), jaxpp.add_multi_p.bind(*each), jaxpp.cross_mpmd_stack(new, axis=1),
-            jaxpp.gather_multi_p.bind(*new, axis=1), jaxpp.place_with(new[0], new[1]) + new[1],
+            jaxpp.gather_multi_p.bind(*new, axis=-1), jaxpp.place_with(new[0], new[1]) + new[1],
         )  # fmt: skip
 
     found = jaxpp.mpmd_jit_with_loop(norms, mesh)(params, xs)
@@ -317,18 +318,19 @@ def test_functions_without_a_loop_run_stage_by_stage_or_where_their_results_shal
 def test_times_are_collected_by_task():
     mesh = mesh_of(2)
     params, xs = problem(2, 3)
-    step = jaxpp.mpmd_jit_with_loop(functools.partial(train_step, schedule=jaxpp.Std1F1B(2)), mesh)
-    wanted = step(params, xs)
+    step, schedule = jaxpp.mpmd_jit_with_loop(train_step, mesh, static_argnums=2), jaxpp.Std1F1B(2)
+    wanted = step(params, xs, schedule)
     with jaxpp.collect_task_times_ms() as times:
-        found = step(params, xs)
+        found = step(params, xs, schedule)
     assert {name: len(ms) for name, ms in times.items() if name[3] == "_"} == {
         "fwd_0": 3, "bwd_0": 3, "fwd_1": 3, "bwd_1": 3,
     }  # fmt: skip
     assert all(ms >= 0 for every in times.values() for ms in every)
     assert_close(found, wanted)
     with jaxpp.collect_task_times_ms(enabled=False) as times:
-        step(params, xs)
+        step(params, xs, schedule)
     assert times is None
+    assert _title_of_task(scheduler.Task(1, "R", 0)) == "recompute_1"
 
 
 def test_what_has_no_counterpart_says_what_to_write_when_it_is_used():
@@ -438,7 +440,7 @@ def test_a_program_of_tasks_runs_where_it_says(types):
     lowered = program.lower(*shapes)
     outs = lowered(*jax.device_put((tuple(params), xs[0]), lowered.in_shardings))
     assert_close(outs, wanted)
-    assert_close(program(tuple(params), xs[0]), wanted)
+    assert_close(program(tuple(params), np.asarray(xs[0], np.float64)), wanted)
     assert [x.sharding for x in outs] == jax.tree.leaves(lowered.out_shardings)
     assert [mesh.mpmd_indices_for_mesh(x.sharding.mesh) for x in outs] == [(0,), (1,), (0,), (1,), (0, 1)]
     assert lowered.used_inputs == ((True, True), True) and lowered.out_shape[0].shape == (4, 8)

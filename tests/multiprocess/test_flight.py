@@ -221,6 +221,8 @@ def test_a_folder_without_records_is_an_error_of_one_line(tmp_path):
     assert replayed(tmp_path).stderr == (
         f"python -m mpmd replay: {tmp_path}/rank-0.flight.json is no record of this library: KeyError: 'plan'\n"
     )
+    (tmp_path / "rank-0.flight.json").write_text('{"programs": []}')
+    assert "is no record of this library: KeyError: 'num_ranks'" in replayed(tmp_path).stderr
 
 
 # --- parts ----------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ class Changing(mpmd.Operation):
         (
             Changing(),
             (
-                "treduce: Changing(factor=2.0) has no hash, for its class defines __eq__ alone. Of a dataclass, write"
+                "treduce: Changing(factor=2.0) has no hash: unhashable type: 'Changing'. Of a dataclass, write"
                 " @dataclasses.dataclass(frozen=True)."
             ),
         ),

@@ -358,3 +358,12 @@ def test_arguments_that_are_not_those_of_the_step_are_refused(made):
     assert str(e.value) == "profile: steps=0, expected at least 1."
     with pytest.raises(TypeError, match="another structure of arguments"):
         compiled.profile((state,))
+
+
+def test_a_step_without_loops_has_no_timeline():
+    mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+    args = np.eye(4, dtype=np.float32), np.ones((2, 4), np.float32)
+    profile = mpmd.jit(lambda w, x: mpmd.mark_stage_end(x @ w) @ w, mpmd_mesh=mesh).lower(*args).compile().profile(args)
+    for read in (profile.timeline, profile.costs, profile.simulated):
+        with pytest.raises(ValueError, match=r"^profile: the step has 0 treduce loops, so there is no loop -1\.$"):
+            read()
