@@ -560,8 +560,9 @@ class Compiled:
         A step over lists of microbatches takes any lists, as a call of the jitted step does, and measures each shape.
 
         Args:
-          args, kwargs: as of a call. Donated ones are used up, as by a call. Each next step takes in place of a donated
-            argument the result that takes its place; if there is none, the argument is copied for each step.
+          args, kwargs: of a call, `args` as one tuple. Donated ones are used up, as by a call. Each next step takes in
+            place of a donated argument the result that takes its place; if there is none, the argument is copied for
+            each step.
           steps: how many are measured.
 
         Returns:
@@ -569,10 +570,14 @@ class Compiled:
 
         Raises:
           ValueError: `steps` is less than 1.
-          TypeError: the arguments have other shapes or another structure.
+          TypeError: the arguments have other shapes or another structure, or are not given as a tuple.
         """
         if steps < 1:
             raise ValueError(f"profile: steps={steps}, expected at least 1.")
+        if not isinstance(args, Sequence) or not (kwargs is None or isinstance(kwargs, Mapping)):
+            raise TypeError(
+                "profile: pass the arguments of a call as one tuple: profile((a, b)), or profile((a,), {'b': b})."
+            )
         step, leaves = self._for(tuple(args), dict(kwargs or {}))
         self._timed = step._profile(leaves, steps)
         return self._timed

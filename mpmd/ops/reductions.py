@@ -123,7 +123,8 @@ class Add(Operation):
 class Mean(Add):
     """The sum over microbatches divided by their number. Of booleans: the share of True.
 
-    Integers of less than 32 bits are summed in int32.
+    Integers of less than 32 bits are summed in int32, floats in their own type, as by `Add`: many microbatches of a
+    bfloat16 or float16 output lose digits. Return a loss in float32.
 
     Args:
       once: as for `Add`.

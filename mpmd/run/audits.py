@@ -299,7 +299,7 @@ def check_audits(every: object, mesh: MpmdMesh) -> None:
     Raises:
       ValueError: it is no number of calls, or no group can run what another one runs.
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+    if isinstance(every, bool) or not isinstance(every, int | np.integer) or every < 0:
         raise ValueError(f"mpmd.jit: audit_every is {every!r}; expected a number of calls, or 0.")
     if every and not any(auditors_of(mesh, group) for group in range(mesh.num_groups)):
         raise ValueError(

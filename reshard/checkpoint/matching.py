@@ -30,7 +30,7 @@ class Part:
 
     Args:
         of: the name of the stored array: its keys with slashes between; a slash within a key is written %2F.
-        index: an int or a slice, or a tuple of them for the leading axes.
+        index: an int or a slice without a step, or a tuple of them for the leading axes.
         like: shape, dtype and perhaps sharding of the part.
 
     Examples:

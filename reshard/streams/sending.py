@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
+import numpy as np
 
 from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
@@ -65,8 +66,9 @@ class Sender:
         paths, leaves, treedef = flatten(tree)
         if self._is_closed:
             raise ReshardError(f"{self._what}: it has been closed.")
-        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-            raise ReshardError(f"{self._what}: {version=} is not a number of 0 or more.")
+        if not isinstance(version, int | np.integer) or isinstance(version, bool) or version < 0:
+            raise ReshardError(f"{self._what}: {version=} is not a whole number of 0 or more.")
+        version = int(version)
         if version <= self._last:
             raise ReshardError(f"{self._what}: version {version} after version {self._last}; each must be larger.")
         self._wait_until_idle()

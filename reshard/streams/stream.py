@@ -153,8 +153,8 @@ def stream(
             cast to its dtype before they are sent. Give the whole tree where `names` is given, and where the sent
             tree has nodes of classes of your own, named tuples (as Optax's states) or dicts with numbers as keys.
         threshold: bytes that are read from a sender at once, also as text (`"64MiB"`); the default is 16 MiB.
-        names: how the sent tensors become the received ones: a mapping, by name, as a file or as its content, as for
-            checkpoints. None: by their names.
+        names: how the sent tensors become the received ones: a mapping, by name, as a file or as what it holds, a
+            dict, as for checkpoints. None: by their names.
 
     Raises:
         ReshardError: something is no sharding or no mapping, or processes call it with other arguments.

@@ -103,7 +103,7 @@ class VMin(_MemoryBound):
     straight up, and the gradients straight back. If p is a multiple of 3, there is a pause of two task times at the
     turn, because otherwise two tasks would meet in a group. W takes the free slots. If a list schedule within the
     same memory is shorter (with few microbatches), it is used instead. If two stages together take 3 per microbatch,
-    the makespan is at most 3m + 2p - 5/2 (1 more if p is a multiple of 3). No group holds more than 2⌈(p + 2)/3⌉
+    the makespan is at most 3m + 2p - 5/2 (p > 1; 1 more if p is a multiple of 3). No group holds more than 2⌈(p + 2)/3⌉
     activations of one stage. Any m.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", 2024.

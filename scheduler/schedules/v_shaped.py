@@ -83,9 +83,9 @@ class ZeroBubbleV(VSchedule):
 
     With fewer than 2p - 1 microbatches, every order of this placement has idle time. The last stage is in group 0, and
     its first F starts only when 2p - 1 stages have run theirs. Until then group 0 has only its m forwards of the first
-    stage, so it waits at least the time of 2p - 1 - m tasks. In this schedule it waits no longer, and group r waits
-    2p - 1 - r - m. An exact solver proves for p = 2 to 5 and m = p that within this makespan and memory the groups
-    together cannot wait less (``tests/scheduler/test_least_idle.py``).
+    stage, so it waits at least the time of 2p - 1 - m tasks. For m ≥ p it waits no longer in this schedule, and group r
+    waits 2p - 1 - r - m. An exact solver proves for p = 2 to 5 and m = p that within this makespan and memory the
+    groups together cannot wait less (``tests/scheduler/test_least_idle.py``).
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6.
 

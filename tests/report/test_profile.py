@@ -358,6 +358,8 @@ def test_arguments_that_are_not_those_of_the_step_are_refused(made):
     assert str(e.value) == "profile: steps=0, expected at least 1."
     with pytest.raises(TypeError, match="another structure of arguments"):
         compiled.profile((state,))
+    with pytest.raises(TypeError, match=r"^profile: pass the arguments of a call as one tuple"):
+        compiled.profile(state, xs)
 
 
 def test_a_step_without_loops_has_no_timeline():

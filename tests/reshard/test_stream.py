@@ -204,14 +204,14 @@ def said(function):
 def test_what_cannot_be_sent_or_received_is_said():
     stream = reshard.stream(SOURCES, {"w0": there(), "other": jax.ShapeDtypeStruct((8,), "float32", sharding=there())})
     tree = weights()
-    assert said(lambda: stream.send(tree, version=-1)) == "stream: version=-1 is not a number of 0 or more."
+    assert said(lambda: stream.send(tree, version=-1)) == "stream: version=-1 is not a whole number of 0 or more."
     moved = {**tree, "w1": tree["w0"], "w2": np.ones((8, 4))}
     group_0, group_1 = (f"MpmdSharding(group {i} of 4, P('data',))" for i in range(2))
     assert said(lambda: stream.send(moved, version=0)).splitlines()[:2] == [
         "stream: the tree does not fit:",
         f"  ['w1']: is in {group_0}, but the source sharding is {group_1}",
     ]
-    stream.send(tree, version=4)
+    stream.send(tree, version=np.int64(4))
     assert said(lambda: stream.send(tree, version=4)) == "stream: version 4 after version 4; each must be larger."
     tree["w3"].delete()
     assert said(lambda: stream.send(tree, version=5)) == "stream: the tree does not fit:\n  ['w3']: has been deleted"
