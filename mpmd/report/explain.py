@@ -227,10 +227,11 @@ def _counted(count: Mapping[str, int]) -> str:
 
 
 def _held(group: int, roles: Roles) -> str:
-    held = {role: in_bytes(nbytes) for role, nbytes in roles.bytes_in(group).items()}
+    held = roles.bytes_in(group)
+    parameters, state, data = (in_bytes(held[role]) for role in ("parameters", "state", "data"))
     if roles.trains:
-        return f"parameters {held['parameters']}, optimizer and other state {held['state']}, data {held['data']}"
-    return f"parameters and data {held['data']}, caches and other state {held['state']}"
+        return f"parameters {parameters}, optimizer and other state {state}, data {data}"
+    return f"parameters and data {in_bytes(held['parameters'] + held['data'])}, caches and other state {state}"
 
 
 def _per_device(m: dict[str, int], roles: Roles) -> str:
