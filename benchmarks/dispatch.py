@@ -31,7 +31,7 @@ from jax.sharding import AxisType
 
 import mpmd
 import scheduler
-from mpmd.run.bindings import RUN
+from mpmd.run.bound_instruction import RUN
 
 ROWS, WIDTH = 4, 16
 TARGETS = {"by hand": 1.15, "bare loop": 1.1}

@@ -7,6 +7,7 @@ from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.targets import Target
 from mpmd.arrays.topology import topology_mesh
+from mpmd.compiled import Compiled
 from mpmd.errors import CorruptionError, HangError, ReshardError, ScheduleError, StageError
 from mpmd.job.joining import initialize
 from mpmd.ops.cross_group import cross_mpmd_all_reduce, cross_mpmd_stack, place
@@ -18,7 +19,7 @@ from mpmd.ops.stage_end import mark_layer_end, mark_stage_end
 from mpmd.ops.treduce import treduce, treduce_i
 from mpmd.resilience.loop import resilient
 from mpmd.run.device_get import device_get
-from mpmd.stages import Compiled, Lowered, Traced
+from mpmd.stages import Lowered, Traced
 from mpmd.tuning.ranked import Tuning
 from mpmd.tuning.tune import tune
 from scheduler import Adaptive

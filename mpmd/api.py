@@ -18,13 +18,14 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.buckets import BucketedStep, Bucketing, Buckets, MicrobatchList
+from mpmd.compiled import Compiled
 from mpmd.job import joining
 from mpmd.observe import ledger
 from mpmd.ops import lists
 from mpmd.ops.role import RoleTable, checked_table
 from mpmd.run.audits import audited_options, check_audits
 from mpmd.run.device_get import device_get
-from mpmd.stages import Compiled, Lowered, Traced, check_options, shape_of
+from mpmd.stages import Lowered, Traced, check_options, shape_of
 from mpmd.tracing.arguments import (
     Args,
     CallArguments,

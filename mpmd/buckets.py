@@ -18,6 +18,7 @@ from mpmd import _jax_compat as compat
 from mpmd.compile.donation import donations
 from mpmd.compile.program import step_program
 from mpmd.compile.step import StepPrograms, compile_bucket, with_outline
+from mpmd.compiled import Compiled
 from mpmd.cutting.cut import with_given_cuts
 from mpmd.cutting.split_rows import SplitStep
 from mpmd.errors import StageError
@@ -32,7 +33,7 @@ from mpmd.report.profile import LoopFacts
 from mpmd.run.audits import AuditedBucketExecutor, AuditSampling
 from mpmd.run.bucket_executor import NUM_ORDERS, BucketExecutor, MicrobatchArray, Order, Permutations
 from mpmd.run.inputs import Inputs
-from mpmd.stages import Compiled, Lowered, Traced
+from mpmd.stages import Lowered, Traced
 from mpmd.tracing.arguments import CallArguments, Hint, leaf_type
 from scheduler import Free, Instruction, Program, Recv, Run, Send
 from scheduler.base.bounded import BoundedDict

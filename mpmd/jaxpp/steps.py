@@ -16,11 +16,11 @@ from mpmd.api import Jitted, jit
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.specs import as_spec
+from mpmd.compiled import Compiled
 from mpmd.jaxpp.schedules import JaxppTask, TaskType
 from mpmd.observe.records import Ran
 from mpmd.ops import stage_end
 from mpmd.ops.reductions import Add, Concat, Operation
-from mpmd.stages import Compiled
 from mpmd.users_frame import users_frame
 from scheduler import Task
 

@@ -32,9 +32,9 @@ from mpmd.arrays.layouts import memory_kind
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.specs import names_of, without_axis
+from mpmd.compiled import Compiled
 from mpmd.jaxpp.places import JaxppMesh, to_global_jax_array
 from mpmd.ops.cross_group import cross_mpmd_stack, end_task, place
-from mpmd.stages import Compiled
 from mpmd.tracing.arguments import broadcast, leaf_type
 
 __all__ = ["LoweredMpmdFun", "MpmdFunction", "MpmdMesh", "mpmd", "slice", "stack", "task", "transfer"]

@@ -90,7 +90,7 @@ class Loop:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Outline:
     """The whole step, placed.
 
@@ -116,6 +116,11 @@ class Outline:
     def loops(self) -> list[Loop]:
         """The pipelined loops, in order."""
         return [i for i in self.items if isinstance(i, Loop)]
+
+    def __repr__(self):
+        loops = [f"{i.schedule}, {counted(i.partition.info.num_microbatches, 'microbatch')}" for i in self.loops]
+        around = len(self.items) - len(loops)
+        return f"{'; '.join(loops) or 'no loop'}; {around} segments and transfers around"
 
     def __str__(self):
         lines = []

@@ -21,7 +21,8 @@ from mpmd.job.activity import Activity
 from mpmd.observe import ledger, pace
 from mpmd.observe.ledger import Ledger
 from mpmd.observe.records import Ran, RecordedTimes
-from mpmd.run.bindings import MOVE, RECV, RUN, Bindings
+from mpmd.run.bindings import Bindings
+from mpmd.run.bound_instruction import MOVE, RECV, RUN
 from mpmd.run.run_ahead import after
 from mpmd.run.timing import Recorder, lanes_of
 from scheduler.base.bounded import BoundedDict

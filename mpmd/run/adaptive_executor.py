@@ -16,7 +16,7 @@ import jax
 from mpmd.compile.program import loop_graph
 from mpmd.compile.step import LoopProgram
 from mpmd.job import wires
-from mpmd.run.bindings import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
+from mpmd.run.bound_instruction import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
 from mpmd.run.executor import Executor, Instruction
 from mpmd.run.run_ahead import after, give_up
 from scheduler import Adaptive

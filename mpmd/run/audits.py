@@ -25,7 +25,9 @@ from mpmd.job.wires import NUMBER_BITS
 from mpmd.observe.flight import Flight
 from mpmd.run import device_put
 from mpmd.run.adaptive_executor import AdaptiveExecutor
-from mpmd.run.bindings import Bindings, HostCall, values_of_instruction, variables_of, with_added
+from mpmd.run.bindings import Bindings, values_of_instruction, with_added
+from mpmd.run.bound_instruction import HostCall
+from mpmd.run.bound_transfers import variables_of
 from mpmd.run.bucket_executor import BucketExecutor
 from mpmd.run.digests import copies_with_digests, digests
 from mpmd.run.executor import Executor, Instruction

@@ -23,7 +23,8 @@ from mpmd.compile.step import StepPrograms
 from mpmd.job import wires
 from mpmd.job.notes import Note, Values
 from mpmd.run.agreement import Announcement
-from mpmd.run.bindings import Bindings, BoundBuckets, BoundInstruction
+from mpmd.run.bindings import Bindings, BoundBuckets
+from mpmd.run.bound_instruction import BoundInstruction
 from mpmd.run.executor import Executor, Instruction
 from mpmd.run.turns import EARLY, FOLLOWED, KINDS, Change, Sums, reading
 from mpmd.tracing.trace import Trace

@@ -27,7 +27,8 @@ from mpmd.observe.records import RecordedTimes
 from mpmd.run import nans
 from mpmd.run.accounts import Accounts, Measured
 from mpmd.run.agreement import Announcement, Given, agree, plan_of, values_to_compare, warm_up
-from mpmd.run.bindings import MOVE, RECV, RUN, SEND, Bindings, bind
+from mpmd.run.bindings import Bindings, bind
+from mpmd.run.bound_instruction import MOVE, RECV, RUN, SEND
 from mpmd.run.run_ahead import give_up
 from mpmd.run.timing import Recorder
 from mpmd.tracing.trace import Trace

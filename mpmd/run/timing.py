@@ -21,7 +21,7 @@ from mpmd.arrays import keys
 from mpmd.arrays.mesh import Device
 from mpmd.compile.executable import Executable
 from mpmd.observe.records import Moved, Ran, RecordedTimes, Sent, Way
-from mpmd.run.bindings import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
+from mpmd.run.bound_instruction import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
 from mpmd.run.run_ahead import after
 
 # How long Python lets a thread run while another one has a time to note.

@@ -18,7 +18,8 @@ from jax.sharding import Sharding
 
 from mpmd.errors import StageError
 from mpmd.ops.reductions import Concat, Operation
-from mpmd.run.bindings import BoundBuckets, BoundInstruction, SummedOutput
+from mpmd.run.bindings import BoundBuckets, SummedOutput
+from mpmd.run.bound_instruction import BoundInstruction
 
 # What a task does in its turn; before it; and in it, where microbatches whose turns come next have run before.
 KINDS = IN_TURN, EARLY, FOLLOWED = range(3)

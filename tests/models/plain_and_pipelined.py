@@ -36,7 +36,7 @@ def train_both(
     shared: int = 0,
     plain: tuple[Any, Any] = (None, None),
     **options,
-) -> mpmd.stages.Compiled:
+) -> mpmd.Compiled:
     """Trains three steps as a 1F1B pipeline and under plain `jax.jit`; the first and the third are equal.
 
     Args:
@@ -70,7 +70,7 @@ def train_both(
     return compiled
 
 
-def assert_nothing_large_crosses(compiled: mpmd.stages.Compiled, boundary: int | None, shared: int) -> None:
+def assert_nothing_large_crosses(compiled: mpmd.Compiled, boundary: int | None, shared: int) -> None:
     """No parameter, gradient or optimizer state is sent: all that goes once a step are scalars, and what is shared."""
     once, each = defaultdict(dict), defaultdict(dict)
     for group, instructions in enumerate(compiled.program.groups):
@@ -87,7 +87,7 @@ def assert_nothing_large_crosses(compiled: mpmd.stages.Compiled, boundary: int |
     assert not problems, "\n".join(problems)
 
 
-def assert_at_home(compiled: mpmd.stages.Compiled, state: Any, home: Callable[[str], int | set[int] | None]) -> None:
+def assert_at_home(compiled: mpmd.Compiled, state: Any, home: Callable[[str], int | set[int] | None]) -> None:
     """Each array of the state goes in and comes out where it belongs; one number or none may be anywhere."""
     (ins, *_), _ = compiled.input_shardings
     outs, *_ = compiled.output_shardings

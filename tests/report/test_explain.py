@@ -141,7 +141,7 @@ def test_an_equation_that_gives_all_gradients_of_a_stage_at_once_and_cannot_be_d
 
 def test_groups_that_share_a_device_share_its_memory(monkeypatch):
     machine = Machine(dataclasses.replace(mpmd.Target.named("h100"), memory_nbytes=400_000), memory_fraction=1.0)
-    monkeypatch.setattr("mpmd.stages.machine_of", lambda mesh: machine)
+    monkeypatch.setattr("mpmd.compiled.machine_of", lambda mesh: machine)
 
     def lines(devices):
         mesh = mpmd.MpmdMesh.from_groups([jax.sharding.Mesh(np.array([d]), ("x",)) for d in devices])

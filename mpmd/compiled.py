@@ -1,0 +1,385 @@
+"""`Compiled`: a step that can be called, printed and asked, as `jax.stages.Compiled`."""
+
+import copy
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike
+
+from mpmd import _jax_compat as compat
+from mpmd.arrays.array import MpmdArray
+from mpmd.compile.step import StepPrograms
+from mpmd.costs.devices import machine_of, memory_limit
+from mpmd.costs.machine import Machine
+from mpmd.cutting.split_rows import SplitStep
+from mpmd.job.wires import expected_wire
+from mpmd.observe.records import RecordedTimes
+from mpmd.ops import lists
+from mpmd.report.estimate import draft_of
+from mpmd.report.explain import StepTraffic, explain
+from mpmd.report.flops import cost_per_step
+from mpmd.report.gathered import facts_of, profile_of
+from mpmd.report.html import Facts, report_page
+from mpmd.report.memory import measured
+from mpmd.report.profile import LoopFacts, Profile
+from mpmd.report.program_texts import texts
+from mpmd.report.shares import Shares
+from mpmd.run.adaptive_executor import AdaptiveExecutor, is_adaptive
+from mpmd.run.audits import AuditedAdaptiveExecutor, AuditedExecutor, AuditSampling
+from mpmd.run.donated import apart, consume, usable
+from mpmd.run.executor import Executor
+from mpmd.run.inputs import Inputs
+from mpmd.run.results import Results
+from mpmd.tracing.arguments import Args, Hint, Kwargs, check_is_outside, hint_of
+from scheduler import Program, Timeline
+from scheduler.base.texts import counted
+from scheduler.base.waiting import waiting
+
+# Of a call, `(args, kwargs)`, with lists of microbatches: the step that runs it, and its flat arguments.
+ForCall = Callable[[Args, Kwargs], "tuple[Compiled, Sequence[ArrayLike]]"]
+
+
+class Compiled:
+    """A compiled step: call it with arguments of the shapes that it was compiled for.
+
+    Attributes:
+      timing: set it to True to have calls measured for `.last_timeline()`. Each call then waits for its result.
+    """
+
+    _mover_of: "Callable[..., Compiled]"  # set by `Lowered`: a step that moves arguments to where this one reads them
+
+    def __init__(
+        self,
+        programs: StepPrograms,
+        program: Program,
+        donated: frozenset[int],
+        split: SplitStep,
+        audit_every: int = 0,
+    ):
+        self._audit_every = audit_every
+        self._programs = programs
+        self._program = program
+        self._donated = usable(programs, donated)
+        self._consumed = {i: ks for i, ks in enumerate(split.in_positions) if not self._donated.isdisjoint(ks)}
+        self._bound = None if programs.mesh.is_described else self._executor_of(programs, program, split)
+        self._timed: Profile | None = None
+        self._shares_on: Callable[[Machine], Shares] = lambda machine: Shares()
+        self._for_call: ForCall | None = None
+        self._movers: dict[Hashable, Compiled] = {}
+        self.timing = False
+        self._split = split
+        self._inputs = Inputs(programs, split)
+        self._results = Results(programs, split)
+
+    def _executor_of(self, programs: StepPrograms, program: Program, split: SplitStep) -> Executor | None:
+        is_free = any(map(is_adaptive, programs.loops))
+        if self._audit_every:
+            kind = AuditedAdaptiveExecutor if is_free else AuditedExecutor
+            return kind(programs, program, split.whole, sampling=AuditSampling(self._audit_every))
+        return (AdaptiveExecutor if is_free else Executor)(programs, program, split.whole)
+
+    def _wait(self) -> None:
+        """Waits for all programs that will be called."""
+        if self._bound is None:
+            self._programs.compiler.release()
+        else:
+            self._bound.finish()
+
+    @property
+    def _executor(self) -> Executor:
+        if self._bound is None:
+            raise RuntimeError(
+                "mpmd: this step was compiled for devices that are not here (topology_mesh)."
+                " It can be asked, not called."
+            )
+        return self._bound
+
+    def __repr__(self):
+        programs = counted(self._programs.compiler.num_programs, "program")
+        return f"Compiled({self._programs.mesh}; {self._programs.outline!r}; {programs})"
+
+    # --- what it is -------------------------------------------------------------------------------
+
+    @property
+    def program(self) -> Program:
+        """What each group runs, sends, receives and frees; checked."""
+        return self._program
+
+    @property
+    def input_shardings(self) -> Any:
+        """`(args, kwargs)` of `MpmdSharding`, as in `jax.stages.Compiled`."""
+        return jax.tree.unflatten(self.in_tree, self._inputs.shardings)
+
+    @property
+    def output_shardings(self) -> Any:
+        """The result's tree of `MpmdSharding`."""
+        return jax.tree.unflatten(self.out_tree, self._results.shardings)
+
+    @property
+    def in_tree(self) -> lists.TreeDef:
+        """The structure of `(args, kwargs)`."""
+        return self._split.whole.in_tree
+
+    @property
+    def out_tree(self) -> lists.TreeDef:
+        """The structure of the result."""
+        return self._split.whole.out_tree
+
+    @compat.api_boundary
+    def as_text(self, stage: int | None = None, kind: str | None = None, dialect: str | None = None) -> str:
+        """The partition and the program, for people; with arguments, the programs that XLA is given.
+
+        Each of these stands under a line `// name`, which says so where it runs a program that was compiled under
+        another name.
+
+        Args:
+          stage, kind: the tasks to show (kinds `F`, `B`, `R`, `I`, `W`); None for all.
+          dialect: `"hlo"` (what XLA made of it; the default of tasks) or `"stablehlo"` (what XLA was given, with
+            Shardy's annotations). Without a stage and a kind: all tasks, and the segments around the loops.
+
+        Raises:
+          ValueError: the step has no such task, or there is no such dialect.
+        """
+        if stage is not None or kind is not None or dialect is not None:
+            return texts(self._programs, stage, kind, dialect)
+        return f"{self._programs.outline}\n\n{self._program}"
+
+    def explain(self) -> str:
+        """The page to read before a big run.
+
+        What runs where; each group's parameters and memory, against that of a device; how even the stages are; what
+        crosses, why, and at which line of yours; what is computed twice; collectives and sums over groups; warnings
+        that say what to do.
+        """
+        notes = [*dict.fromkeys(map(str, self._split.joins)), *([] if self._bound is None else self._bound.notes)]
+        mesh = self._programs.mesh
+        machine = machine_of(mesh)
+        limit = memory_limit(mesh, machine)
+        shares = self._shares_on(machine)
+        if self._bound is None:
+            wire = expected_wire(mesh.groups[0].devices.flat[0].platform)
+            transport = f"by jax.device_put in a process, between processes by {wire}"
+            traffic = StepTraffic.of_all(self._program, transport, shares)
+        else:
+            own = self._bound.bindings
+            nbytes = round(sum(c.nbytes * shares.sent(c.value, c.target) for c in own.crossings))
+            traffic = StepTraffic(own.num_calls, own.num_moves, nbytes, self._bound.transport)
+        return explain(self._programs, self._program, traffic, shares, notes, limit)
+
+    @compat.api_boundary
+    def report(self, path: str | os.PathLike[str], profile: Profile | None = None) -> None:
+        """Writes one HTML page about the step, which a browser opens from disk: schedule, timeline, stages, memory, ….
+
+        Runs nothing. Of a job, any process may write one, each to a path of its own: the memory is that of its groups.
+
+        Args:
+          path: of the file, which is replaced.
+          profile: what was measured; by default the last `profile` of this step, if there was one.
+        """
+        outline, found = self._programs.outline, self._timed if profile is None else profile
+        layouts = [self._programs.layouts[v] for v in outline.trace.arguments]
+        planned = draft_of(outline, self._programs.mesh, layouts, self._donated).memory()
+        shares = self._shares_on(machine_of(self._programs.mesh))
+        page = report_page(Facts(self._programs, self._program, self.explain(), planned, found, shares))
+        Path(path).write_text(page, encoding="utf-8")
+
+    def memory_analysis(self) -> dict[int, dict[str, int]]:
+        """Per group of this process, bytes on each device: `parameters`, `state` and `data` (together `arguments`),
+        the peaks of `gradients` and `activations`, the largest `temporaries` that XLA reports, and the `peak` of all.
+        """
+        return measured(self._programs, self._program)
+
+    def cost_analysis(self) -> dict[str, float]:
+        """Operations and bytes of one step on all devices, by XLA's cost analysis of each executable.
+
+        For devices that are not here (`topology_mesh`), where XLA has none, they are counted in the equations.
+
+        Returns:
+          `"flops"`, floating-point operations, and `"bytes accessed"`, read from and written to device memory.
+        """
+        flops, nbytes = cost_per_step(self._programs, self._program, self._shares_on(machine_of(self._programs.mesh)))
+        return {"flops": flops, "bytes accessed": nbytes}
+
+    @compat.api_boundary
+    def profile(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, steps: int = 3) -> Profile:
+        """Runs some steps as in training, and measures when everything of them ran on every rank.
+
+        Nothing of a step waits that would not wait otherwise; a step begins when this process has the results of the
+        one before. One step more runs first, which is not measured. Every process calls this together, as a step.
+        A step over lists of microbatches takes any lists, as a call of the jitted step does, and measures each shape.
+
+        Args:
+          args, kwargs: of a call, `args` as one tuple. Donated ones are used up, as by a call. Each next step takes in
+            place of a donated argument the result that takes its place; if there is none, the argument is copied for
+            each step.
+          steps: how many are measured.
+
+        Returns:
+          The profile; `.result` is the result of the last step, to go on with.
+
+        Raises:
+          ValueError: `steps` is less than 1.
+          TypeError: the arguments have other shapes or another structure, or are not given as a tuple.
+        """
+        if steps < 1:
+            raise ValueError(f"profile: steps={steps}, expected at least 1.")
+        if not isinstance(args, Sequence) or not (kwargs is None or isinstance(kwargs, Mapping)):
+            raise TypeError(
+                "profile: pass the arguments of a call as one tuple: profile((a, b)), or profile((a,), {'b': b})."
+            )
+        step, leaves = self._for(tuple(args), dict(kwargs or {}))
+        self._timed = step._profile(leaves, steps)
+        return self._timed
+
+    def _profile(self, leaves: Sequence[ArrayLike], steps: int) -> Profile:
+        """Of flat arguments."""
+        consumed, next_of = set(self._consumed), self._successors()
+        rows: list[Callable[[], RecordedTimes]] = []
+        result = None
+        with waiting(lambda: (f"mpmd: measured {len(rows)} of {steps} steps", len(rows) / steps)):
+            for number in range(steps + 1):
+                lent = [copy.copy(x) if i in consumed - set(next_of) else x for i, x in enumerate(leaves)]
+                result, found = self._timed_run(apart(lent, self._consumed), number)
+                results = jax.tree.leaves(result)
+                leaves = [results[next_of[i]] if i in next_of else x for i, x in enumerate(leaves)]
+                rows += [found] if number else []
+        return self._profile_of([found() for found in rows], result)
+
+    def _successors(self) -> dict[int, int]:
+        """Per donated argument, the result that takes its place, if there is one."""
+        donors = self._programs.outline.donors
+        result_of = {donors[ks[0]]: k for k, ks in enumerate(self._split.out_positions)}
+        return {i: result_of[ks[0]] for i, ks in self._consumed.items() if ks[0] in result_of}
+
+    @compat.api_boundary
+    def last_timeline(self) -> Timeline:
+        """When each task of the (last) loop ran, measured.
+
+        Of the last `profile`, or of the last call while `.timing` was True; if there was none, of one call on zeros
+        that is made now. `Costs.measured` of it feeds `scheduler.simulate` and `search`.
+
+        Raises:
+          ValueError: the step has no pipelined loop.
+        """
+        if not self._programs.loops:
+            raise ValueError("last_timeline: the step has no treduce loop, so there are no tasks to show.")
+        if self._timed is None:
+            zeros = self._inputs.zeros()
+            rows = RecordedTimes
+            for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
+                copies = [*self._inputs.constants, *jax.tree.map(lambda x: x.copy(), zeros)]
+                _, rows = self._executor.timed(copies, 1)
+            self._timed = self._profile_of([rows()], None)
+        return self._timed.timeline()
+
+    def _profile_of(self, rows: Sequence[RecordedTimes], result: object) -> Profile:
+        """The rows of all processes, put together."""
+        executor = self._executor
+        return profile_of(self._programs, self._loop_facts, executor.job, executor.ranks, rows, result)
+
+    @functools.cached_property
+    def _loop_facts(self) -> tuple[LoopFacts, ...]:
+        return tuple(
+            facts_of(p.loop, [p.executables], [0] * p.loop.partition.info.num_microbatches)
+            for p in self._programs.loops
+        )
+
+    def _seconds_of_calls(self, count: int) -> list[float]:
+        """Seconds of as many ordinary calls on zeros, until this process has its results."""
+        zeros, found = self._inputs.zeros(), []
+        self._executor.prepare()
+        for _ in range(count + 1):
+            arguments = jax.block_until_ready(jax.tree.map(lambda x: x.copy(), zeros))
+            start = time.perf_counter()
+            jax.block_until_ready(self._executor([*self._inputs.constants, *arguments]))
+            found.append(time.perf_counter() - start)
+        return found[1:]  # the first call warms up
+
+    # --- running ----------------------------------------------------------------------------------
+
+    @compat.api_boundary
+    def __call__(self, *args: Any, **kwargs: Any):
+        step, leaves = self._for(args, kwargs)
+        return step._run(leaves)
+
+    def _for(self, args: Args, kwargs: Kwargs) -> "tuple[Compiled, Sequence[ArrayLike]]":
+        """The step that runs a call, another one where it has lists of microbatches, and its flat arguments."""
+        if self._for_call is None:
+            return self, self._inputs.checked(args, kwargs)
+        return self._for_call(args, kwargs)
+
+    def _fits(self, leaves: Sequence[ArrayLike]) -> bool:
+        """Whether it can be called with these arrays."""
+        return self._inputs.fit(leaves)
+
+    def _reads(self, argument: int, hint: Hint) -> bool:
+        """Whether an argument is read in the layout of `hint`."""
+        sharding, names = self._inputs.shardings[argument], self._split.whole.in_names
+        found = hint_of(sharding, self._inputs.avals[argument], self._programs.mesh, names[argument])
+        return dataclasses.replace(hint, groups=found.groups if hint.groups is None else hint.groups) == found
+
+    def _run(self, leaves: Sequence[ArrayLike]) -> Any:
+        check_is_outside()
+        with compat.no_mesh():
+            leaves = apart(leaves, self._consumed) if self._consumed else leaves
+            if self.timing:
+                result, rows = self._timed_run(leaves, 1)
+                self._timed = self._profile_of([rows()], None)
+                return result
+            placed = self._placed(leaves)
+            return self._result(leaves, placed, self._executor([*self._inputs.constants, *placed]))
+
+    def _timed_run(self, leaves: Sequence[ArrayLike], number: int) -> tuple[Any, Callable[[], RecordedTimes]]:
+        """A call, and when everything of this process ran."""
+        placed = self._placed(leaves)
+        results, rows = self._executor.timed([*self._inputs.constants, *placed], number)
+        return self._result(leaves, placed, results), rows
+
+    def _placed(self, leaves: Sequence[ArrayLike]) -> list[dict[int, jax.Array]]:
+        """Per flat argument, its array in each group that reads it."""
+        if len(self._executor.ranks) == 1:
+            return self._inputs.place(leaves)
+        is_first = self._executor.prepare()
+        leaves, given = self._moved(leaves), []
+        placed = self._inputs.place(leaves, given)
+        makers = [x._made_by if type(x) is MpmdArray else 0 for x in leaves]
+        self._executor.compare(given, makers, is_first)
+        return placed
+
+    def _result(self, given: Sequence[Any], placed: Sequence[Any], results: Sequence[dict[int, jax.Array]]) -> Any:
+        """What the user gets; donated arguments are used up."""
+        kept = {id(a): a for arrays in results for a in arrays.values()} if self._donated else {}
+        for i, pieces in self._consumed.items():
+            consume(given[i], [placed[k] for k in pieces], kept, self._programs.mesh.groups_share_devices)
+        return jax.tree.unflatten(self.out_tree, self._results.arrays(results, self._executor.call_number))
+
+    def _moved(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The arguments, with uncommitted arrays in the groups where the step reads them, also in other processes."""
+        apart = self._inputs.misplaced(leaves)
+        if not apart:
+            return leaves
+        mesh, names = self._programs.mesh, self._split.whole.in_names
+        xs = [leaves[i] for i in apart]
+        for i, x in zip(apart, xs, strict=True):
+            if x._is_split:
+                raise ValueError(
+                    f"mpmd: {names[i]} is {x!r}, and the step reads its rows elsewhere:\n"
+                    f"  {self._inputs.shardings[i]}\n"
+                    "  Give all loops over the same layers one cut: treduce(..., cuts=lowered.cuts), where `lowered` is"
+                    " the step that made it. To move it once: reshard.mpmd_to_mpmd_reshard(args,"
+                    " compiled.input_shardings[0])."
+                )
+        key = tuple((i, x.mpmd_sharding) for i, x in zip(apart, xs, strict=True))
+        if key not in self._movers:
+            avals, targets = ([of[i] for i in apart] for of in (self._inputs.avals, self._inputs.shardings))
+            self._movers[key] = self._mover_of(mesh, xs, [names[i] for i in apart], avals, targets)
+        leaves = list(leaves)
+        for i, x in zip(apart, self._movers[key](*xs), strict=True):
+            leaves[i] = x
+        return leaves

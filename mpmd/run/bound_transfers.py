@@ -1,0 +1,122 @@
+"""Binds the instructions that send and receive."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from mpmd import _jax_compat as compat
+from mpmd.compile.program import edge_name
+from mpmd.compile.step import StepPrograms
+from mpmd.job.job import Job
+from mpmd.run import device_put
+from mpmd.run.bound_instruction import ALIAS, MOVE, RECV, SEND, BoundInstruction, Crossing
+from mpmd.run.pieces import pieces
+from mpmd.run.routes import ValueRoute
+from mpmd.run.run_ahead import Flow, Limits
+from mpmd.run.slots import Slots
+from scheduler import Program, Recv, Send, Value
+
+
+class _Way(NamedTuple):
+    """How a value goes from one group to another, in every microbatch."""
+
+    code: int
+    source: NamedSharding
+    target: NamedSharding
+    aval: compat.Aval
+    mover: Callable[[jax.Array], jax.Array] | None
+
+
+def variables_of(programs: StepPrograms) -> dict[tuple[str, bool], compat.Var]:
+    """The variables that values stand for, by their names and whether each microbatch has its own."""
+    found = {(name, False): v for v, name in programs.outline.names.items()}
+    for loop in programs.loops:
+        found.update(((edge_name(loop.loop, v), True), v) for v in loop.loop.partition.names)
+    return found
+
+
+class BoundTransfers:
+    """Binds sends and receives, and counts what goes.
+
+    Args:
+      num_pieces: that have been counted before.
+    """
+
+    def __init__(
+        self, programs: StepPrograms, program: Program, job: Job | None, slots: Slots, limits: Limits | None,
+        num_pieces: int = 0,
+    ):  # fmt: skip
+        self.num_pieces = num_pieces
+        self._programs, self._program = programs, program
+        self._job, self._slots, self._limits = job, slots, limits
+        self._vars = variables_of(programs)
+        self._ways: dict[tuple[str, int, int], _Way] = {}
+        self._routes: dict[tuple[int, int, Value], tuple[ValueRoute, Flow | None]] = {}
+
+    def send(self, group: int, instruction: Send) -> list[BoundInstruction]:
+        """A value's way to another group; nothing where this process has no part in it."""
+        value, target = instruction.value, instruction.to_group
+        way = self._way(value, group, target)
+        text = f"the transfer of {value} from group {group} to {target}"
+        if way.code == SEND:
+            return self._send_away(group, target, value, way, text)
+        if group not in self._programs.mesh.local_groups:
+            return []
+        crossing = self._crossing(value, group, target)
+        reads, writes = self._slots.of(group, value), self._slots.of(target, value)
+        return [BoundInstruction(way.code, way.mover, reads, writes, group, text, crossing=crossing)]
+
+    def receive(self, group: int, instruction: Recv) -> list[BoundInstruction]:
+        """Nothing where the sender, in this process, has done it already."""
+        value, source = instruction.value, instruction.from_group
+        route, flow = self._routes.pop((source, group, value), (None, None))
+        if route is None:
+            return []
+        carry = route.carry if flow is None else flow.receiving(route.carry)
+        is_here = source in self._programs.mesh.local_groups
+        crossing = self._crossing(value, source, group)
+        reads, writes = self._slots.of(source, value) if is_here else None, self._slots.of(group, value)
+        return [BoundInstruction(RECV, carry, reads, writes, group, route.text, crossing=crossing)]
+
+    def _send_away(self, group: int, target: int, value: Value, way: _Way, text: str) -> list[BoundInstruction]:
+        """Pieces for other processes; every process counts them alike, also those that have no part in them.
+
+        Where this process receives too, it does both when it comes to the receive, which directly follows.
+        """
+        assert self._job is not None and self._limits is not None
+        first, local = self.num_pieces, self._programs.mesh.local_groups
+        self.num_pieces += len(pieces(way.source, way.target, tuple(way.aval.shape)))
+        if group not in local and target not in local:
+            return []
+        # The user gets to hold such an array, and may delete it or donate it while it is on its way.
+        keep = value in self._program.inputs_of(group) or value in self._program.outputs_of(group)
+        route = ValueRoute(self._job, way.source, way.target, way.aval, first, keep, text)
+        flow = self._limits.flow(group, target, value)
+        self._routes[group, target, value] = route, flow
+        if group not in local or not route.share.sends:
+            return []
+        crossing = self._crossing(value, group, target)
+        if target in local:
+            return []
+        carry = route.carry if flow is None else flow.sending(route.carry)
+        return [BoundInstruction(SEND, carry, self._slots.of(group, value), None, group, text, crossing=crossing)]
+
+    def _way(self, value: Value, group: int, target: int) -> _Way:
+        key = value.name, group, target
+        if key not in self._ways:
+            v, mesh = self._vars[value.name, value.microbatch is not None], self._programs.mesh
+            source, wanted = self._programs.sharding(v, group), self._programs.sharding(v, target)
+            code, mover = MOVE, None
+            if device_put.is_alias(source, wanted, len(v.aval.shape)):
+                code = ALIAS
+            elif len({*mesh.processes[group], *mesh.processes[target]}) > 1:
+                code = SEND
+            elif group in mesh.local_groups:
+                mover = device_put.mover(source, wanted, v.aval.dtype)
+            self._ways[key] = _Way(code, source, wanted, v.aval, mover)
+        return self._ways[key]
+
+    def _crossing(self, value: Value, source: int, target: int) -> Crossing:
+        return Crossing(value, source, target, self._program.nbytes.get(value.name, 0))
