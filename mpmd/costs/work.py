@@ -168,6 +168,11 @@ def _dot_general(eqn: compat.JaxprEqn) -> float:
     return 2.0 * equations.size(eqn.outvars[0].aval) * math.prod(left[axis] for axis in contracted)
 
 
+def _scaled_matmul(eqn: compat.JaxprEqn) -> float:
+    """Operands of shape (batch, rows, contracted) and (batch, columns, contracted), by blocks of one scale each."""
+    return 2.0 * equations.size(eqn.outvars[0].aval) * eqn.invars[0].aval.shape[-1]
+
+
 def _ragged_dot(eqn: compat.JaxprEqn) -> float:
     """Each element of the left operand, by those of the right one that stand in one group, contracted row and batch."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
@@ -202,6 +207,8 @@ def _attention(products: int) -> Callable[[compat.JaxprEqn], float]:
 _PRODUCTS: dict[str, Callable[[compat.JaxprEqn], float]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot,
+    "scaled_dot": _dot_general,
+    "scaled_matmul_wrapper": _scaled_matmul,
     "conv_general_dilated": _convolution,
     "dot_product_attention_fwd_wrapper": _attention(2),
     "dot_product_attention_bwd_wrapper": _attention(5),  # the scores once more, and the gradients of four operands

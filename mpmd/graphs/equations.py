@@ -9,11 +9,12 @@ from mpmd import _jax_compat as compat
 from mpmd.tracing.new_equations import Atom
 
 _HEAVY = {
-    "dot_general", "ragged_dot", "conv_general_dilated", "scan", "while", "cond", "sort", "fft", "cholesky",
-    "eigh", "lu", "qr", "svd", "triangular_solve", "custom_call", "pallas_call", "mpmd_map",
-    compat.CHECKPOINT, "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
-    "reduce_window_sum", "reduce_window_max", "top_k", "approx_top_k", "ffi_call", "pure_callback",
-    "io_callback", "scatter", "scatter-add", "select_and_scatter_add", "select_and_gather_add", "call_exported",
+    "dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper", "conv_general_dilated", "scan", "while",
+    "cond", "sort", "fft", "cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "householder_product",
+    "triangular_solve", "tridiagonal_solve", "custom_linear_solve", "pallas_call", "mpmd_map", compat.CHECKPOINT,
+    "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window", "reduce_window_sum", "reduce_window_max",
+    "reduce_window_min", "top_k", "approx_top_k", "ffi_call", "pure_callback", "io_callback", "scatter", "scatter-add",
+    "scatter-max", "scatter-min", "scatter-mul", "select_and_scatter_add", "select_and_gather_add", "call_exported",
     "foreign", "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper",
 }  # fmt: skip
 # They are as heavy as what they hold.

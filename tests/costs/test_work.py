@@ -58,6 +58,16 @@ def test_a_product_and_its_gradients_take_as_many_operations(fun, args, count, e
     assert work_of(jax.make_jaxpr(fun)(*args).jaxpr).products == count * each
 
 
+def test_scaled_products_and_their_gradients_are_done_at_the_speed_of_their_operands():
+    config = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
+
+    def product(x, w):
+        return jax.nn.scaled_dot_general(x, w, (((1,), (0,)), ((), ())), configs=config).sum()
+
+    work = work_of(jax.make_jaxpr(jax.value_and_grad(product, (0, 1)))(f32(64, 128), f32(128, 256)).jaxpr)
+    assert (work.products, work.float8, work.float32) == (3 * 2 * 64 * 128 * 256, work.products, 0)
+
+
 def test_a_scan_counts_each_of_its_steps_and_a_cond_its_larger_branch():
     def step(x, w):
         return lax.cond(jnp.sum(x) > 0, lambda: x @ w, lambda: x), None
