@@ -239,7 +239,7 @@ class Jitted:
         if xs := self._lists_in(args, kwargs):
             _, bucketing, _ = self._buckets_for(args, kwargs, xs)
             dynamic, named, fixed = self._without_static(args, kwargs)
-            around = _around(dynamic, named, xs)
+            around = _around(dynamic, named, fixed, xs)
             types = [None if isinstance(x, list) else leaf_type(x, ())[:2] for x in around[0]]
             dtypes = [[{t[1] for t in of_leaf} for of_leaf in zip(*x.types, strict=True)] for x in xs]
             act = functools.partial(self._for_call, fixed, [x.tree for x in xs], dtypes, (types, around[1]))
@@ -278,7 +278,7 @@ class Jitted:
                     f" compile again.\n  got {x.tree}, expected {tree}"
                 )
         buckets = self._buckets_for(args, named, xs)
-        leaves, tree = _around(dynamic, kwargs, xs)
+        leaves, tree = _around(dynamic, kwargs, fixed, xs)
         if tree != around[1]:
             raise TypeError(
                 "mpmd: the compiled step was called with another structure of arguments.\n"
@@ -295,13 +295,15 @@ class Jitted:
 
     def _finding_lists(self, act: Callable[[Args, Kwargs], _T], args: Args, kwargs: Kwargs) -> _T:
         """`act`, again whenever the step turns out to do something with a list."""
+        known: set[tuple[lists.Path, type]] = set()
         while True:
             try:
                 return act(args, kwargs)
             except lists.TakesList as found:
-                ways = self._lists.setdefault(found.path, set())
-                assert type(found) not in ways
-                ways.add(type(found))
+                way = found.path, type(found)
+                assert way not in known
+                known.add(way)
+                self._lists.setdefault(found.path, set()).add(type(found))  # another thread may have found it too
 
     def _lists_in(self, args: Args, kwargs: Kwargs) -> list[MicrobatchList]:
         """The lists of microbatches among the arguments, as far as they are known."""
@@ -316,10 +318,12 @@ class Jitted:
         self, args: Args, kwargs: Kwargs, xs: Sequence[MicrobatchList]
     ) -> tuple[list[Buckets], Bucketing, CallArguments]:
         """The steps for lists of microbatches beside such other arguments, how more are made, and these arguments."""
+        leaves, structure, places = lists.flattened((args, kwargs), {x.path: x.given for x in xs})
 
         def read(ones: Sequence[object]) -> CallArguments:
-            new = {id(x.given): x.standing_for(one, self._lists[x.path]) for x, one in zip(xs, ones, strict=True)}
-            return self._read(*lists.replaced((args, kwargs), new))
+            new = {x.path: x.standing_for(one, self._lists[x.path]) for x, one in zip(xs, ones, strict=True)}
+            replaced = [new[places[i]] if i in places else leaf for i, leaf in enumerate(leaves)]
+            return self._read(*jax.tree.unflatten(structure, replaced))
 
         call = read([None] * len(xs))
         key = call.key, tuple((x.path, x.tree) for x in xs)
@@ -437,10 +441,10 @@ class Jitted:
         return traced
 
 
-def _around(dynamic: Args, kwargs: Kwargs, xs: Sequence[MicrobatchList]) -> tuple[list, lists.TreeDef]:
-    """The arguments of a call, flat, and their structure: each list of microbatches is one leaf."""
-    given = {id(x.given) for x in xs}
-    return jax.tree.flatten((dynamic, kwargs), is_leaf=lambda x: id(x) in given)
+def _around(dynamic: Args, kwargs: Kwargs, fixed: Fixed, xs: Sequence[MicrobatchList]) -> tuple[list, lists.TreeDef]:
+    """The arguments of a call, flat, without static ones, and their structure: each list of microbatches is a leaf."""
+    whole = _with_static(dynamic, kwargs, tuple((where, kind, None) for where, kind, _ in fixed))
+    return lists.flattened(whole, {x.path: x.given for x in xs})[:2]
 
 
 def _of_other_types(

@@ -5,10 +5,13 @@ the loops, and what the tasks take and give, is the same in every bucket; this i
 number of microbatches in any order of their shapes, each task with the executable of its microbatch's bucket.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,7 +32,7 @@ from mpmd.ops.reductions import check_alike
 from mpmd.ops.treduce import treduce_p
 from mpmd.partition.outline import Loop, Outline, Segment, with_changes, with_microbatches
 from mpmd.report.gathered import facts_of
-from mpmd.report.profile import LoopFacts
+from mpmd.report.profile import LoopFacts, Profile
 from mpmd.run.audits import AuditedBucketExecutor, AuditSampling
 from mpmd.run.bucket_executor import NUM_ORDERS, BucketExecutor, MicrobatchArray, Order, Permutations
 from mpmd.run.inputs import Inputs
@@ -191,7 +194,7 @@ class Buckets:
         self._add_new(xs)
         assert self._step is not None
         order = tuple(tuple(numbers[types] for types in x.types) for numbers, x in zip(self._numbers, xs, strict=True))
-        return self._step, self._step.prepared(leaves, xs, order)
+        return self._step, self._step.arguments(leaves, xs, order)
 
     def _add_new(self, xs: Sequence[MicrobatchList]) -> None:
         """Makes the steps for shapes that have not come before."""
@@ -233,6 +236,17 @@ class Buckets:
         return 0
 
 
+class _ListArguments(list[ArrayLike]):
+    """The flat arguments of a call with lists of microbatches, and what these are.
+
+    Attributes:
+      order: per list, the bucket of each microbatch.
+    """
+
+    lists: Sequence[MicrobatchList]
+    order: Order
+
+
 class BucketedStep(Compiled):
     """A step for lists of microbatches, as `Compiled` is one for arrays: the first bucket, and those that come."""
 
@@ -247,6 +261,7 @@ class BucketedStep(Compiled):
           positions: of the arguments that stand for a microbatch, each the array of some number of one of the lists.
         """
         self._positions = positions
+        self._lock = threading.RLock()
         self._sampling = AuditSampling(self._audit_every)
         self._first = self._inputs
         self._buckets = [(self._programs, self._inputs)]
@@ -280,11 +295,29 @@ class BucketedStep(Compiled):
         rest = iter(leaves)
         return [_NOTHING if i in self._positions else next(rest) for i in range(self.in_tree.num_leaves)]
 
-    def prepared(self, leaves: Sequence[ArrayLike], xs: Sequence[MicrobatchList], order: Order) -> list[ArrayLike]:
-        """All arguments of the next call, which has these lists."""
-        with without_collection():
-            self._prepare(xs, order)
-        return [*self._with_places(leaves), *(leaf for x in xs for own in x.leaves for leaf in own)]
+    def arguments(self, leaves: Sequence[ArrayLike], xs: Sequence[MicrobatchList], order: Order) -> "_ListArguments":
+        """All arguments of a call that has these lists."""
+        found = _ListArguments(self._with_places(leaves))
+        found += (leaf for x in xs for own in x.leaves for leaf in own)
+        found.lists, found.order = xs, order
+        return found
+
+    def _run(self, leaves: Sequence[ArrayLike]) -> Any:
+        with self._taking(leaves):
+            return super()._run(leaves)
+
+    def _profile(self, leaves: Sequence[ArrayLike], steps: int) -> Profile:
+        with self._taking(leaves):
+            return super()._profile(leaves, steps)
+
+    @contextlib.contextmanager
+    def _taking(self, of: Sequence[ArrayLike]) -> Iterator[None]:
+        """Makes the step one for these lists. Calls from other threads wait: theirs are others."""
+        assert isinstance(of, _ListArguments)
+        with self._lock:
+            with without_collection():
+                self._prepare(of.lists, of.order)
+            yield
 
     def _prepare(self, xs: Sequence[MicrobatchList], order: Order) -> None:
         """The next call has these lists."""

@@ -181,13 +181,27 @@ class Compiled:
         Args:
           path: of the file, which is replaced.
           profile: what was measured; by default the last `profile` of this step, if there was one.
+
+        Raises:
+          ValueError: `profile` is of another step.
         """
         outline, found = self._programs.outline, self._timed if profile is None else profile
+        if found is not None and not self._is_own(found):
+            raise ValueError("report: profile is none of this step. Give what its own profile(...) has returned.")
         layouts = [self._programs.layouts[v] for v in outline.trace.arguments]
         planned = draft_of(outline, self._programs.mesh, layouts, self._donated).memory()
         shares = self._shares_on(machine_of(self._programs.mesh))
         page = report_page(Facts(self._programs, self._program, self.explain(), planned, found, shares))
         Path(path).write_text(page, encoding="utf-8")
+
+    def _is_own(self, profile: object) -> bool:
+        """Whether it was measured in a step of this name, with these loops."""
+        own = [(loop.number, tuple(loop.schedule.placement)) for loop in self._programs.outline.loops]
+        return (
+            isinstance(profile, Profile)
+            and (profile.name, len(profile.ranks)) == (self._programs.name, self._programs.mesh.num_groups)
+            and [(facts.number, tuple(facts.placement)) for facts in profile.loops] == own
+        )
 
     def memory_analysis(self) -> dict[int, dict[str, int]]:
         """Per group of this process, bytes on each device: `parameters`, `state` and `data` (together `arguments`),
@@ -224,11 +238,11 @@ class Compiled:
           The profile; `.result` is the result of the last step, to go on with.
 
         Raises:
-          ValueError: `steps` is less than 1.
+          ValueError: `steps` is no number from 1 on, or the step runs nothing.
           TypeError: the arguments have other shapes or another structure, or are not given as a tuple.
         """
-        if steps < 1:
-            raise ValueError(f"profile: steps={steps}, expected at least 1.")
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"profile: steps={steps!r}, expected a number from 1 on.")
         if not isinstance(args, Sequence) or not (kwargs is None or isinstance(kwargs, Mapping)):
             raise TypeError(
                 "profile: pass the arguments of a call as one tuple: profile((a, b)), or profile((a,), {'b': b})."
@@ -249,7 +263,10 @@ class Compiled:
                 results = jax.tree.leaves(result)
                 leaves = [results[next_of[i]] if i in next_of else x for i, x in enumerate(leaves)]
                 rows += [found] if number else []
-        return self._profile_of([found() for found in rows], result)
+        profile = self._profile_of([found() for found in rows], result)
+        if not profile.steps:
+            raise ValueError("profile: the step runs no program, so there is nothing to measure.")
+        return profile
 
     def _successors(self) -> dict[int, int]:
         """Per donated argument, the result that takes its place, if there is one."""

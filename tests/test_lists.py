@@ -1,5 +1,6 @@
 """Lists of microbatches of several shapes: the numbers of the plain loop, and nothing is traced for new orders."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -251,6 +252,34 @@ def test_two_lists():
         xs, ys = ([x["x"] for x in microbatches(rows)] for rows in (one, other))
         for got, want in zip(pipelined(params, {"xs": xs}, ys), step(params, {"xs": xs}, ys), strict=True):
             np.testing.assert_array_equal(got, want)
+
+
+def test_one_list_for_two_arguments():
+    def step(params, first, second, scale):
+        loss = lambda x: jnp.vdot(mpmd.mark_stage_end(jnp.tanh(x @ params[0])) @ params[1], x)  # noqa: E731
+        return mpmd.treduce(loss, first["xs"], "gpipe"), mpmd.treduce(lambda x: scale * loss(x), second, "1f1b")
+
+    params = Step(2, "1f1b").params()
+    xs = [x["x"] for x in microbatches((2, 3, 2))]
+    jitted = mpmd.jit(step, mpmd_mesh=groups(2), static_argnames="scale")
+    compiled = jitted.lower(params, {"xs": xs}, xs, 2.0).compile()
+    for second in (xs, xs[::-1], xs):
+        expected = step(params, {"xs": xs}, second, 2.0)
+        for call in (compiled, functools.partial(jitted, scale=2.0)):
+            for got, want in zip(call(params, {"xs": xs}, second), expected, strict=True):
+                np.testing.assert_array_equal(got, want)
+
+
+def test_threads_that_call_one_step_get_what_belongs_to_their_lists():
+    scaled = lambda x: mpmd.mark_stage_end(x * 2).sum()  # noqa: E731
+    step = mpmd.jit(lambda xs: mpmd.treduce(scaled, xs, operation=mpmd.Concat(), schedule="1f1b"), mpmd_mesh=groups(2))
+    xs = [np.full(4, i, np.float32) for i in range(4)]
+    calls = [mpmd.Reordered(xs, order) for order in ((0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2))] + [xs[:3], xs[1:]]
+    expected = [[8 * x[0] for x in given] for given in calls]
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
+        for _ in range(20):
+            for got, want in zip(threads.map(lambda given: np.asarray(step(given)), calls), expected, strict=True):
+                np.testing.assert_array_equal(got, want)
 
 
 LISTS = st.lists(st.sampled_from(SHAPES), min_size=1, max_size=9)

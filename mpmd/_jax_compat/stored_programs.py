@@ -93,10 +93,21 @@ class Folder:
             if fingerprint is not None:
                 about = {"entry": key, "sha256": hashlib.sha256(entry).hexdigest()}
                 self._write(self._file(fingerprint), json.dumps(about).encode())
+                self._tidy()
             return found
         except Exception as e:
             _warn_once(f"A program was not kept in the compilation cache folder: {type(e).__name__}: {e}")
             return None
+
+    def _tidy(self) -> None:
+        """Removes the files whose entries JAX has removed, to stay within the size that the user has set."""
+        if setting("jax_compilation_cache_max_size") == -1:
+            return
+        files, entries = (list(self._cache._path.glob(f"*{suffix}")) for suffix in (_SUFFIX, "-cache"))
+        if len(files) > 2 * len(entries):
+            for file in files:
+                if not (self._cache._path / f"{json.loads(file.read_bytes())['entry']}-cache").exists():
+                    file.unlink(missing_ok=True)
 
     def _put(self, key: str, compiled: Any, seconds: float) -> bytes | None:
         if seconds < setting("jax_persistent_cache_min_compile_time_secs"):

@@ -200,7 +200,18 @@ class DistinctProgram:
         return self._first.result()
 
     def on(self, mesh: Mesh) -> Any:
-        """What to call, with flat arrays; waits for the compilation."""
+        """What to call, with flat arrays; waits for the compilation. If that fails, the next call compiles again."""
+        try:
+            return self._on(mesh)
+        except Exception:
+            if self._first is not None and self._first.done() and self._first.exception() is not None:
+                self._first = None
+                self.loaded.clear()
+            else:
+                self.loaded.pop(mesh, None)
+            raise
+
+    def _on(self, mesh: Mesh) -> Any:
         self.start(mesh)
         found = self.loaded.get(mesh)
         if self.parts is not None:

@@ -227,10 +227,22 @@ def at(tree: Any, path: Path) -> Any:
     return tree
 
 
-def replaced(tree: Any, new: Mapping[int, Any]) -> Any:
-    """A pytree with other objects in the place of some, given by their `id`."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: id(x) in new)
-    return jax.tree.unflatten(structure, [new.get(id(x), x) for x in leaves])
+def flattened(tree: Any, known: Mapping[Path, list]) -> tuple[list, TreeDef, dict[int, Path]]:
+    """The leaves and the structure of a pytree in which some lists are leaves, and which leaf is which of them.
+
+    Args:
+      known: the lists, by their paths.
+    """
+    paths = {id(xs): path for path, xs in known.items()}
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: id(x) in paths)
+    places = {i: paths[id(x)] for i, x in enumerate(leaves) if id(x) in paths}
+    if not len(paths) == len(places) == len(known):  # one list stands in several places
+        at_paths, structure = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda path, _: path in known, is_leaf_takes_path=True
+        )
+        leaves = [x for _, x in at_paths]
+        places = {i: path for i, (path, _) in enumerate(at_paths) if path in known}
+    return leaves, structure, places
 
 
 def found(xs: list) -> TakesList:

@@ -8,6 +8,7 @@ them later. So it does with digests of what the call has returned, which may cha
 import dataclasses
 import functools
 import random
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -118,6 +119,7 @@ class AuditedExecutor(Executor):
     def __init__(self, *of: Any, sampling: AuditSampling):
         self._sampling = sampling
         self._is_audited = False
+        self._lock = threading.RLock()
         self._planners: BoundedDict[Hashable, plans.AuditPlanner] = BoundedDict(_NUM_PLANNERS)
         self._listed: BoundedDict[Hashable, list[_Auditable]] = BoundedDict(_NUM_PLANNERS)
         self._variables: dict[int, dict[tuple[str, bool], compat.Var]] = {}
@@ -173,6 +175,10 @@ class AuditedExecutor(Executor):
         return values_of_instruction(own.programs, self.job, candidate.group, candidate.instruction, own.dealt)
 
     def __call__(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[dict[int, jax.Array]]:
+        with self._lock:  # an audited call runs other bindings, which those of other threads must not
+            return self._called(arguments)
+
+    def _called(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[dict[int, jax.Array]]:
         found = None
         if self._sampling.is_due() and self._is_finished:
             audits.settle(but=1)

@@ -38,10 +38,12 @@ def is_alias(source: NamedSharding, target: NamedSharding, ndim: int) -> bool:
     return compat.devices(source).tolist() == compat.devices(target).tolist() and source.is_equivalent_to(target, ndim)
 
 
-def put(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
-    """A host array or an array of this process on the devices of one group."""
-    placed = jax.device_put(x, sharding)
-    if isinstance(placed.sharding, SingleDeviceSharding):
+def put_copy(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
+    """A host array or an array of this process on the devices of one group, in memory of its own: the user may write
+    into `x`, or donate it. (`may_alias=False` is no help: on CPU devices an array may still stay where numpy has it.)
+    """
+    placed = jax.device_put(x.copy() if isinstance(x, jax.Array) else np.array(x), sharding)
+    if isinstance(getattr(placed, "sharding", None), SingleDeviceSharding):  # float0 has none
         placed = jax.device_put(placed, sharding)
     return placed
 

@@ -39,7 +39,7 @@ class Inputs:
         ]
         here = () if mesh.is_described else mesh.local_groups
         self.constants = [
-            {g: device_put.put(c, s.group_sharding(g)) for g in s.groups if g in here}
+            {g: device_put.put_copy(c, s.group_sharding(g)) for g in s.groups if g in here}
             for c, s in zip(trace.consts, shardings, strict=False)
         ]
         self.avals: list[compat.Aval] = [v.aval for v in split.whole.arguments]

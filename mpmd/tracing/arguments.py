@@ -26,6 +26,7 @@ Args = tuple[Any, ...]  # of a call of the step, as the user gives them
 Kwargs = dict[str, Any]
 Fixed = tuple[tuple[int | str, type, object], ...]  # static arguments: position or name, type, value
 
+REF_ADVICE = "Pass what it holds (ref[...]) as an argument and return its new value. Refs made in the step are fine."
 _NO_FUNCTION = "A pipelined step is not a JAX function: call it at the top level, and differentiate inside treduce."
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -275,6 +276,10 @@ def _check_is_array(name: str, x: object) -> None:
             "  Leave it out, or make it an argument of its own and name that in static_argnames if it is part of the"
             " program."
         )
+    if compat.is_ref(getattr(x, "aval", None)):
+        raise TypeError(f"mpmd.jit: {name} is a ref.\n  {REF_ADVICE}")
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"mpmd.jit: {name} is a masked array, which JAX has none of. Pass {name}.filled(value).")
     if not isinstance(x, (np.ndarray, np.generic)) or x.dtype == jax.dtypes.float0:
         return
     of_numpy_alone = x.dtype.kind in "OSUMm" or x.dtype.char in "gG" or not x.dtype.isnative  # g, G: of 80 bits

@@ -144,7 +144,7 @@ def _check_nothing_placed_inside(name: str, jaxpr: compat.Jaxpr) -> None:
     if (loop := _first(jaxpr, treduce_p, lambda e: e.params["info"].schedule is not None)) is not None:
         raise StageError(
             f"treduce inside {name}, at {compat.source_line(loop)}: the pipelined loop must stand in the step itself.\n"
-            "  Move it out, or pass schedule=None for a plain loop."
+            "  Move it out (a few iterations of a scan may be a Python loop), or pass schedule=None for a plain loop."
         )
 
 

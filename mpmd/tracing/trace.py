@@ -17,6 +17,7 @@ from mpmd.ops.lists import TreeDef
 from mpmd.ops.reductions import is_number_or_array
 from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
+from mpmd.tracing.arguments import REF_ADVICE
 from mpmd.tracing.inline import inline
 
 Described = jax.ShapeDtypeStruct | compat.Aval
@@ -109,7 +110,7 @@ def _traced(flat: Callable, avals: Sequence[Described]) -> tuple[compat.ClosedJa
             "  To read it (float(), .item(), print), return the array and do that outside of the step; to choose by it,"
             " use jnp.where or jax.lax.cond; what is part of the program is named in static_argnums."
         ) from e
-    _check_no_leaks(closed)
+    _check_constants(closed)
     jaxpr = inline(compat.constvars_to_invars(closed.jaxpr))
     return closed, compat.pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
@@ -128,12 +129,19 @@ def _users_line(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "an unknown line"
 
 
-def _check_no_leaks(closed: compat.ClosedJaxpr) -> None:
-    """A traced value that was captured as if it were a constant has left the function that it belongs to."""
+def _check_constants(closed: compat.ClosedJaxpr) -> None:
+    """A traced value that was captured as if it were a constant has left the function that it belongs to. Nor may it be
+    a ref, whose memory would have to be on one device.
+    """
     for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        user = next((e for e in closed.jaxpr.eqns if var in e.invars), None)
+        where = "as a result" if user is None else f"at {compat.source_line(user)}"
+        if compat.is_ref(var.aval):
+            raise StageError(
+                f"mpmd.jit: a {var.aval.str_short(short_dtypes=True)} is used {where}, which was made outside of the"
+                f" step.\n  {REF_ADVICE}"
+            )
         if isinstance(value, compat.Tracer):
-            user = next((e for e in closed.jaxpr.eqns if var in e.invars), None)
-            where = "as a result" if user is None else f"at {compat.source_line(user)}"
             raise StageError(
                 f"mpmd.jit: a {var.aval.str_short(short_dtypes=True)} of one microbatch (or of another traced function)"
                 f" is used outside of it, {where}: it was kept in a list, an attribute or a global variable.\n"

@@ -223,6 +223,11 @@ def test_numpy_arrays_of_what_jax_has_no_arrays_of_are_refused_by_name(mesh, dty
         )
 
 
+def test_a_masked_array_is_refused_as_by_jit(mesh):
+    with pytest.raises(TypeError, match=r"^mpmd.jit: x is a masked array, .* Pass x\.filled\(value\)\."):
+        mpmd.jit(lambda x: x + 1, mpmd_mesh=mesh)(np.ma.array([1.0, 2.0], mask=[0, 1]))
+
+
 def test_a_state_of_another_mesh_is_refused_with_what_brings_it_here(mesh):
     others = [
         MpmdMesh(jax.make_mesh((2, 4), ("stage", "data")), "stage"),

@@ -1,5 +1,6 @@
 """Jaxprs, types and meshes in the parameters of equations: of every primitive of JAX that carries a jaxpr."""
 
+import functools
 import gc
 import inspect
 import types
@@ -237,7 +238,8 @@ def test_a_ref_inside_of_a_loop_trains_as_under_jit_and_one_of_its_surroundings_
 
     ws, xs = [np.eye(4, dtype=np.float32) / 2] * 2, np.linspace(0, 1, 16, dtype=np.float32).reshape(2, 2, 4)
     plain = jax.jit(lambda ws, xs: step(ws, xs, None))(ws, xs)
-    found = mpmd.jit(lambda ws, xs: step(ws, xs, "1f1b"), mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"))(ws, xs)
+    jitted = functools.partial(mpmd.jit, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"))
+    found = jitted(lambda ws, xs: step(ws, xs, "1f1b"))(ws, xs)
     jax.tree.map(np.testing.assert_array_equal, found, plain)
 
     def counted(xs):
@@ -257,3 +259,14 @@ def test_a_ref_inside_of_a_loop_trains_as_under_jit_and_one_of_its_surroundings_
         " loop.\n  Make it inside of fun (jax.new_ref), and return what it holds, with an operation such as"
         " mpmd.Add or mpmd.Concat."
     )
+
+    def kept(xs, memory):
+        memory[...] += mpmd.treduce(lambda x: mpmd.mark_stage_end(x * 2).sum(), xs, schedule="1f1b")
+
+    memory = jax.new_ref(jnp.zeros(()))
+    for call, error, text in (
+        (lambda: jitted(kept)(xs, memory), TypeError, "memory is a ref"),
+        (lambda: jitted(lambda xs: kept(xs, memory))(xs), mpmd.StageError, r"a Ref\{f32\[\]\} is used at .*kept\)"),
+    ):
+        with pytest.raises(error, match=f"^mpmd.jit: {text}.*\n  Pass what it holds"):
+            call()

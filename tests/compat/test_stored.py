@@ -135,6 +135,21 @@ def test_an_entry_that_jax_has_removed_is_compiled_and_kept_again(folder):
     assert _started()[:2] == (0, num_compiled)
 
 
+@pytest.mark.slow
+def test_within_a_size_limit_no_files_of_removed_entries_pile_up(folder):
+    jax.config.update("jax_compilation_cache_max_size", 1 << 30)
+    compilation_cache.reset_cache()
+    try:
+        _started()
+        for file in folder.glob("*-cache"):
+            file.unlink()
+        group = jax.make_mesh((1,), ("stage",), devices=jax.devices()[:1])
+        mpmd.jit(lambda x: jnp.sort(x @ x), mpmd_mesh=mpmd.MpmdMesh(group, "stage"))(X)
+    finally:
+        jax.config.update("jax_compilation_cache_max_size", -1)
+    assert [len([*folder.glob(f"*-{kind}")]) for kind in ("mpmd", "cache")] == [1, 1]
+
+
 def test_what_calls_back_is_lowered_again(folder):
     def printing(w, xs):
         w = _step(w, xs)

@@ -496,3 +496,8 @@ def test_gradients_of_integers_go_out_of_a_step_and_into_the_next():
         found, found_grads = step(params, given)
         assert found_grads["n"].dtype == jax.dtypes.float0 and found_grads["n"].shape == ()
         jax.tree.map(np.testing.assert_array_equal, host(found), plain(params, jax.jit(gradients)(params))[0])
+
+    def in_a_loop(params):
+        return mpmd.treduce_i(lambda i: gradients(params), 2, "1f1b")
+
+    assert mpmd.jit(in_a_loop, mpmd_mesh=mesh)(params)["n"].dtype == jax.dtypes.float0

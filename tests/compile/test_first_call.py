@@ -75,3 +75,6 @@ def test_no_argument_is_lost_when_a_program_cannot_be_compiled(jitted, monkeypat
             jitted(state, XS)
     for kept in jax.tree.leaves(state):
         assert np.isfinite(np.asarray(kept)).all()
+    monkeypatch.undo()
+    expected = jax.jit(step)(mpmd.device_get(state), XS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), jitted(state, XS), expected)

@@ -355,17 +355,26 @@ def test_arguments_that_are_not_those_of_the_step_are_refused(made):
     compiled, (state, xs), _ = made
     with pytest.raises(ValueError) as e:
         compiled.profile((state, xs), steps=0)
-    assert str(e.value) == "profile: steps=0, expected at least 1."
+    assert str(e.value) == "profile: steps=0, expected a number from 1 on."
     with pytest.raises(TypeError, match="another structure of arguments"):
         compiled.profile((state,))
     with pytest.raises(TypeError, match=r"^profile: pass the arguments of a call as one tuple"):
         compiled.profile(state, xs)
 
 
-def test_a_step_without_loops_has_no_timeline():
+def test_a_step_that_runs_nothing_cannot_be_measured():
+    mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+    with pytest.raises(ValueError, match=r"^profile: the step runs no program, so there is nothing to measure\."):
+        mpmd.jit(lambda x: None, mpmd_mesh=mesh).lower(1.0).compile().profile((1.0,))
+
+
+def test_a_step_without_loops_has_no_timeline(made, tmp_path):
     mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
     args = np.eye(4, dtype=np.float32), np.ones((2, 4), np.float32)
     profile = mpmd.jit(lambda w, x: mpmd.mark_stage_end(x @ w) @ w, mpmd_mesh=mesh).lower(*args).compile().profile(args)
     for read in (profile.timeline, profile.costs, profile.simulated):
         with pytest.raises(ValueError, match=r"^profile: the step has 0 treduce loops, so there is no loop -1\.$"):
             read()
+    for of_another_step in (profile, {}):
+        with pytest.raises(ValueError, match=r"^report: profile is none of this step\."):
+            made[0].report(tmp_path / "report.html", of_another_step)

@@ -1,5 +1,6 @@
 """Audits: no false alarm, the same bits, every kind of flipped bit found, and what they add to a plan."""
 
+import concurrent.futures
 import contextlib
 import itertools
 import re
@@ -138,6 +139,16 @@ def test_what_lies_in_the_memory_of_the_host_is_audited_too():
 
 
 @pytest.mark.exhaustive
+def test_threads_may_call_an_audited_step():
+    params, step = params_of(2), step_with(scheduler.OneFOneB(2))
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
+    audited = mpmd.jit(step, mpmd_mesh=mesh, audit_every=2)
+    expected = [float(audited(params, batch(i))[1]) for i in range(4)]
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for _ in range(10):
+            assert [*threads.map(lambda i: float(audited(params, batch(i))[1]), range(4))] == expected
+
+
 def test_ten_thousand_audits_without_a_fault_raise_no_alarm():
     step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh_of(), donate_argnums=0, audit_every=1)
     params = params_of()
