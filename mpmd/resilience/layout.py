@@ -122,7 +122,8 @@ def _text_of(dtype: np.dtype) -> str | None:
 def signature(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
     """Equal for leaves whose layout is the same."""
     return tuple([
-        (type(x), x.shape, x.dtype, x.mpmd_sharding if isinstance(x, MpmdArray) else getattr(x, "sharding", None))
+        (type(x), x.shape, x.dtype, getattr(x, "weak_type", False),
+         x.mpmd_sharding if isinstance(x, MpmdArray) else getattr(x, "sharding", None))
         if hasattr(x, "dtype") else type(x) for x in leaves
     ])  # fmt: skip
 

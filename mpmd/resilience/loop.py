@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import HangError
@@ -296,11 +297,9 @@ class _Given:
         Raises:
           ValueError: it returned something else.
         """
-        state, found = result, jax.tree.structure(result)
-        if found != self._structure and isinstance(result, tuple) and len(result) == 2:
-            state = result[0]
-            found = self._structure if jax.tree.structure(state) == self._structure else found
-        if found != self._structure:
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        state = result[0] if is_pair and _structure(result[0]) == self._structure else result
+        if state is result and (isinstance(found := _structure(result), str) or found != self._structure):
             raise ValueError(
                 f"mpmd.resilient: body({step}, state) returned another tree than it was given.\n"
                 f"  given:    {self._structure}\n  returned: {found}\n  Return the next state, or (state, metrics)."
@@ -315,7 +314,22 @@ class _Given:
                         " of the given one, or begin with a state as body returns it."
                     )
             self.signature = signature
+        if not all(leaf.flags.carray for leaf in leaves if type(leaf) is np.ndarray):
+            state = jax.tree.map(_as_put_back, state)
         return state
+
+
+def _as_put_back(leaf: Any) -> Any:
+    """A numpy array lies in memory as one that is put back does: numpy adds in the order of memory."""
+    return np.require(leaf, requirements=["C", "A"]) if type(leaf) is np.ndarray else leaf
+
+
+def _structure(tree: Any) -> Any:
+    """The structure of a tree; of what is none, such as a dict of numbers and texts, why."""
+    try:
+        return jax.tree.structure(tree)
+    except ValueError as error:
+        return f"no tree ({error})"
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ def test_outside_a_job_it_is_the_plain_loop():
 
     def body(i, state):
         seen.append(i)
-        return {"x": state["x"] * 2 + i}, {"loss": i}
+        return {"x": state["x"] * 2 + i}, {1: i, "no keys": "in any order"}
 
     assert mpmd.resilient(body, {"x": 1}, 5, start=2) == {"x": ((1 * 2 + 2) * 2 + 3) * 2 + 4}
     assert seen == [2, 3, 4]
@@ -170,12 +170,19 @@ def test_all_wrong_numbers_are_named_at_once():
     assert str(raised.value) == expected
 
 
-def test_a_body_that_returns_another_tree_is_told_so():
+@pytest.mark.parametrize(
+    ("result", "returned"),
+    [
+        ([0, 0], "PyTreeDef([*, *])"),
+        ({1: 0, "a": 0}, "no tree (Comparator raised exception while sorting pytree dictionary keys.)"),
+    ],
+)
+def test_a_body_that_returns_another_tree_is_told_so(result, returned):
     with pytest.raises(ValueError) as raised:
-        mpmd.resilient(lambda i, state: [state, state], 0, 1)
+        mpmd.resilient(lambda i, state: result, 0, 1)
     assert str(raised.value) == (
         "mpmd.resilient: body(0, state) returned another tree than it was given.\n  given:    PyTreeDef(*)\n"
-        "  returned: PyTreeDef([*, *])\n  Return the next state, or (state, metrics)."
+        f"  returned: {returned}\n  Return the next state, or (state, metrics)."
     )
 
 
@@ -231,6 +238,34 @@ def test_every_kind_of_leaf_comes_back_with_its_type_and_bits(keeper, monkeypatc
     same(found, expected)
     assert found["sharded"].sharding == expected["sharded"].sharding
     assert capfd.readouterr().err == "mpmd.resilient: goes on after step 3, from memory\n"
+
+
+def in_another_order(i, state):
+    x = np.array([[1e8, 1], [-1e8, 1]], np.float32)  # of which numpy adds what lies first in memory first
+    return {"x": np.asfortranarray(x), "y": x.T[::-1], "sum": state["x"].sum() + 10 * state["y"].sum()}
+
+
+def first_weak(i, state):
+    product = state["x"] * jnp.full(3, 1.1, jnp.bfloat16)  # a bfloat16, if x is weak
+    return {"x": state["y"], "y": state["y"] * np.float32(1.1), "sum": product.astype(jnp.float32).sum()}
+
+
+@pytest.mark.parametrize(
+    ("body", "x", "y"),
+    [
+        (in_another_order, np.zeros((2, 2), np.float32), np.zeros((2, 2), np.float32)),
+        (first_weak, jnp.asarray(1.0), jnp.asarray(1.0)),
+    ],
+)
+def test_a_step_after_a_loss_finds_leaves_of_the_order_and_weakness_that_it_would_have_found(
+    body, x, y, request, monkeypatch
+):
+    state = {"x": x, "y": y, "sum": np.float32(0)}
+    expected = mpmd.resilient(body, state, 3)
+    request.getfixturevalue("keeper")
+    with pytest.raises(LossError):
+        again(monkeypatch, until(2, body), state, 3, attempt=0)
+    same(again(monkeypatch, body, state, 3), expected)
 
 
 def groups_of(size: int, kind: AxisType) -> mpmd.MpmdMesh:
