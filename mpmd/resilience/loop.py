@@ -2,12 +2,14 @@
 
 import collections
 import contextlib
+import itertools
 import json
 import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -188,7 +190,7 @@ def _attempt(
     given = _Given(names, state)
     if own is not None:
         own = own._replace(host=ranks.address)
-    meeting = _Meeting(ranks, own, call, numbers, is_used_up, is_new)
+    meeting = _Meeting(ranks, own, call, numbers, is_used_up, is_new, given.alike)
     if is_used_up:
         joining.begin_again()
     num_steps, copies, every, start = meeting.numbers
@@ -289,6 +291,8 @@ class _Given:
         self._names = names
         leaves, self._structure = jax.tree.flatten(state)
         self._leaves = [layout.describe(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+        kinds = [f"{leaf.text} of all" if leaf.kind == layout.SHARED else "its own" for leaf in self._leaves]
+        self.alike = [f"{name} ({kind})" for name, kind in zip(names, kinds, strict=True)]
         self.signature: tuple | None = None  # of the newest state
 
     def next(self, result: Any, step: int) -> Any:
@@ -351,6 +355,7 @@ class _Meeting:
       numbers: arguments that are the same in all processes.
       is_used_up: the loop has begun with the given state, or it cannot be read since this process was a spare.
       is_new: this process was a spare. It may have found a later checkpoint, and begin with another step.
+      leaves: of the given state, in words that are the same in all processes.
 
     Attributes:
       numbers: those of all.
@@ -364,6 +369,7 @@ class _Meeting:
         numbers: tuple[int, ...],
         is_used_up: bool,
         is_new: bool = False,
+        leaves: Sequence[str] = (),
     ):
         self._ranks, self._own, self._call, self._last = ranks, own, call, numbers[0] - 1
         self._is_used_up = is_used_up
@@ -371,14 +377,18 @@ class _Meeting:
         self._attempt = rank_files.attempt_of(os.environ)
         self._connection, records = self._connected(own) if own is not None else (None, [])
         mine: dict[str, object] = {"numbers": numbers, "call": call, "is_new": is_new, "had_keeper": own is not None}
+        mine["leaves"] = zlib.crc32(json.dumps(leaves).encode())
         if self._connection:
             mine |= {"keeper": own, "records": records}
         said = {rank: json.loads(text) for rank, text in self._exchange("begin", json.dumps(mine)).items()}
-        were_here = [one for one in said.values() if not one["is_new"]] or [*said.values()]
-        start = min(one["numbers"][-1] for one in were_here)
-        _check_alike({
+        were_here = {rank: one for rank, one in said.items() if not one["is_new"]} or said
+        start = min(one["numbers"][-1] for one in were_here.values())
+        _check_alike(_NUMBERS, {
             rank: [*one["numbers"][:-1], start if one["is_new"] else one["numbers"][-1]] for rank, one in said.items()
         })  # fmt: skip
+        if len({one["leaves"] for one in were_here.values()}) > 1:
+            told = self._exchange("saying how states differ", json.dumps(leaves))
+            _check_alike(itertools.repeat("a leaf of state"), {rank: json.loads(told[rank]) for rank in were_here})
         self.numbers = *numbers[:-1], start
         if len({one["call"] for one in said.values()}) > 1:
             raise HangError("mpmd.resilient: a spare comes to its first loop, and the others are in another one.")
@@ -515,8 +525,13 @@ class _Meeting:
             say(text)
 
 
-def _check_alike(numbers: Mapping[int, Sequence[int]]) -> None:
-    for rank, theirs in numbers.items():
-        for name, mine, other in zip(_NUMBERS, numbers[0], theirs, strict=True):
+def _check_alike(names: Iterable[str], values: Mapping[int, Sequence[object]]) -> None:
+    first = min(values)
+    for rank, theirs in values.items():
+        pairs = itertools.zip_longest(values[first], theirs, fillvalue="missing")
+        for name, (mine, other) in zip(names, pairs, strict=False):
             if mine != other:
-                raise ValueError(f"mpmd.resilient: {name} is {mine} in process 0 and {other} in process {rank}.")
+                raise ValueError(
+                    f"mpmd.resilient: {name} is {mine} in process {first} and {other} in process {rank}. Every process"
+                    " must call it with the same numbers and the same tree."
+                )

@@ -55,7 +55,7 @@ class Reading:
       connect: makes a connection to a keeper.
 
     Attributes:
-      leaves: the leaves as they were kept.
+      leaves: the leaves as they were kept; those that are each process's own as this one had them.
     """
 
     def __init__(self, version: Version, rank: int, num_ranks: int, connect: Callable[[Address], Connection]):
@@ -64,6 +64,7 @@ class Reading:
         self._connections: dict[Address, Connection] = {}
         self._entries: dict[int, list[_Entry]] = collections.defaultdict(list)
         self._numbers: list[dict[int, float | str]] = []
+        self._kept: list[list[KeptLeaf]] = []
         self.leaves: list[KeptLeaf] = []
 
     def load(self, names: Sequence[str], given: Sequence[Any]) -> list[dict[Box | None, Any]]:
@@ -83,11 +84,11 @@ class Reading:
     def _read_headers(self) -> None:
         for owner, copies in enumerate(self._version.records):
             header = json.loads(self._first(copies, f"the header of rank {owner}", self._header))
-            if not self.leaves:
-                self.leaves = [KeptLeaf(n, k, tuple(s), *rest) for n, k, s, *rest in header["leaves"]]
+            self._kept.append([KeptLeaf(n, k, tuple(s), *rest) for n, k, s, *rest in header["leaves"]])
             for leaf, start, stop, offset, nbytes, sum in header["pieces"]:
                 self._entries[leaf].append(_Entry(Box(tuple(start), tuple(stop)), offset, nbytes, sum, owner))
             self._numbers.append(dict(header["numbers"]))
+        self.leaves = self._kept[self._rank if self._num_ranks == len(self._kept) else 0]
 
     def _leaf(self, number: int, given: Any) -> dict[Box | None, Any]:
         about = self.leaves[number]
@@ -104,11 +105,8 @@ class Reading:
         """The rank whose value of an own leaf this process takes: its own, or anyone's where all have the same."""
         if self._num_ranks == len(self._version.records):
             return self._rank
-        if self.leaves[number].kind == NUMBER:
-            values = [numbers[number] for numbers in self._numbers]
-        else:
-            values = [entry.sum for entry in self._entries[number]]
-        if len(set(values)) > 1:
+        values = {(leaves[number], repr(n.get(number))) for leaves, n in zip(self._kept, self._numbers, strict=True)}
+        if len(values) > 1 or len({entry.sum for entry in self._entries[number]}) > 1:
             there_were = len(self._version.records)
             raise LostError(
                 f"{self.leaves[number].name} differs between the {there_were} processes of that time, and now there are"

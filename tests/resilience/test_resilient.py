@@ -33,7 +33,7 @@ from mpmd.job.job import Job
 from mpmd.job.verdict import Board
 from mpmd.job.watchdog import Watchdog
 from mpmd.resilience import keepers, layout, loop, restoring, versions
-from mpmd.resilience.copies import Copies
+from mpmd.resilience.copies import Copies, started, written
 from mpmd.resilience.keeper import TOKEN
 from mpmd.resilience.keepers import Address
 from mpmd.resilience.ranks import OnlyRank
@@ -483,6 +483,50 @@ def test_a_connection_that_was_late_with_an_answer_is_not_asked_again(keeper, mo
     reading = restoring.Reading(Mock(records=records), 0, 1, connect)
     assert reading.load([], []) == []
     assert closed == [A, B]  # B when all has been read
+
+
+def test_each_process_gets_back_what_was_its_own_in_the_kind_and_shape_that_it_had():
+    states = [{"number": 1, "x": np.arange(3)}, {"number": 0.5, "x": np.ones((2, 2))}]
+    names, records = layout.names_of(states[0]), []
+    for rank, state in enumerate(states):
+        planned = layout.plan(names, leaves := [*state.values()], rank)
+        data = np.empty(planned.nbytes, np.uint8)
+        records.append((written(planned, started(leaves, planned), data), data))
+
+    def connect(address):
+        return Mock(header=lambda n: records[n][0], read=lambda n, start, size: records[n][1][start : start + size])
+
+    version = Mock(records=[[Stored(0, 0, 0, rank, 2, A, rank)] for rank in range(2)])
+    for rank, state in enumerate(states):
+        reading = restoring.Reading(version, rank, 2, connect)
+        data = reading.load(names, [*state.values()])
+        same([*map(restoring.put, state.values(), reading.leaves, data)], [*state.values()])
+    with pytest.raises(restoring.LostError, match=r"number.* differs between the 2 processes of that time"):
+        restoring.Reading(version, 0, 3, connect).load(names, [*states[0].values()])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "other"),
+    [(["state[0] (float32[2] of all)", "state[1] (int32[] of all)"], "state[1] (int32[] of all)"), ([], "missing")],
+)
+def test_processes_whose_states_are_other_trees_are_told_so_before_the_first_step(keeper, monkeypatch, theirs, other):
+    class Ranks(OnlyRank):
+        num_ranks = 2
+
+        def exchange(self, what, text):
+            is_begin = what == "mpmd.resilient (begin)"
+            return {0: text, 1: json.dumps({**json.loads(text), "leaves": 0} if is_begin else theirs)}
+
+    monkeypatch.setattr(loop, "OnlyRank", Ranks)
+    wanted = mpmd.MpmdSharding(mesh := groups_of(2, AxisType.Auto), {0})
+    state = [mpmd.jit(lambda: jnp.zeros(2), mpmd_mesh=mesh, out_shardings=wanted)(), 5]
+    with pytest.raises(ValueError) as raised:
+        mpmd.resilient(print, state, 1)
+    mine = "state[1] (its own)" if theirs else "state[0] (float32[2] of all)"
+    assert str(raised.value) == (
+        f"mpmd.resilient: a leaf of state is {mine} in process 0 and {other} in process 1. Every process must call it"
+        " with the same numbers and the same tree."
+    )
 
 
 def test_a_connection_without_the_token_is_refused(keeper):
