@@ -207,7 +207,8 @@ def _reshard(
     if progress is True:
         print(latest[-1], file=sys.stderr)
     results = [
-        keys.from_data(x, source.dtype, target) for x, source, target in zip(moved, sources, targets, strict=True)
+        x if x is None else keys.from_data(x, source.dtype, target)  # None: in the memory of another host
+        for x, source, target in zip(moved, sources, targets, strict=True)
     ]
     for source in sources if donate else ():
         delete(source)

@@ -108,6 +108,8 @@ for _ in range(int(sys.argv[2])):
 key = reshard.spmd_to_mpmd_reshard(grouped, jax.random.key(3), mpmd.MpmdSharding(grouped, grouped.num_groups - 1))
 key = reshard.mpmd_to_mpmd_reshard(key, mpmd.MpmdSharding(grouped, 0))
 assert np.array_equal(jax.random.key_data(mpmd.device_get(key)), jax.random.key_data(jax.random.key(3)))
+on_host = reshard.mpmd_to_spmd_reshard(grouped, key, reshard.HostMemory(1))
+assert on_host is None if job.rank != 1 else np.array_equal(jax.random.key_data(on_host), [0, 3])
 
 different = np.zeros(4 if job.rank else 8, np.float32)
 try:
