@@ -46,6 +46,7 @@ from parallel import AXES, RULES, make_mesh, peak_flops, spec_of
 
 import mpmd
 import reshard.checkpoint
+from scheduler.schedules import catalogue
 
 
 class Model:
@@ -487,8 +488,8 @@ def plan(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32
     """A step of Llama 3 with 8 billion parameters on rows of one document, for `python -m mpmd plan`."""
     axes = [name for name in mesh.lowering_mesh().axis_names if name != mesh.mpmd_axis_name]
     RULES.update(width=axes[0], vocabulary=None, heads=None, hidden=None, experts=None)
-    options = parse(["--microbatches", str(num_microbatches), "--schedule", schedule, "--whole-rows"])
-    options.length = length
+    options = parse(["--whole-rows"])
+    options.schedule, options.microbatches, options.length = schedule, num_microbatches, length
     options.batch = num_microbatches * mesh.lowering_mesh().size
     config = Config(128256, 4096, 14336, 32, 32, 8, 128)
     program = Program(config, options, mesh)
@@ -612,6 +613,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--batch {options.batch} is not made of {options.microbatches} microbatches × --data {options.data}"
         )
+    try:
+        catalogue.make(options.schedule, num_groups=options.groups).orders(options.microbatches)
+    except ValueError as error:
+        parser.error(f"--schedule {error}")
     lengths = options.buckets or (options.length,)
     if any(x < 1 or x >= y for x, y in zip(lengths, (*lengths[1:], math.inf), strict=True)):
         parser.error(f"--buckets {','.join(map(str, lengths))}: give lengths that ascend, for instance 64,128,256")

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from samples import slow_first
 
+import mpmd
 import reshard
 from mpmd.costs.collectives import collectives_of
 from reshard.checkpoint import TensorFormat
@@ -216,6 +217,13 @@ def test_a_run_goes_on_in_fewer_processes_and_other_stages_with_the_same_losses_
             for x in ("3", "5:2", "0:2", "a:b")
         ],
         ("--cuts a", "argument --cuts: 'a' is no list of numbers such as 64,128,256"),
+        (
+            "--schedule dualpipe-v --microbatches 4 --batch 8",
+            (
+                "--schedule DualPipeV: num_microbatches is 4 and num_groups 4; the pairs need two microbatches a group."
+                " Use at least 8."
+            ),
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_anything_compiles(example, options, fault, capsys):
@@ -223,6 +231,14 @@ def test_options_that_make_no_sense_are_refused_before_anything_compiles(example
         example.parse(options.split())
     assert exit_.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].partition(": error: ")[2] == fault
+
+
+def test_the_step_that_is_planned_takes_any_schedule_and_number_of_microbatches(example, monkeypatch):
+    for name, axis in example.RULES.items():
+        monkeypatch.setitem(example.RULES, name, axis)  # so that they come back
+    mesh = mpmd.MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
+    _, (*_, batch) = example.plan(mesh, "dualpipe-v", 4)
+    assert {leaf.shape[:2] for leaf in jax.tree.leaves(batch)} == {(4, 2)}
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf"])
