@@ -189,11 +189,11 @@ def _reshard(
     ]
     leaves = describe(paths, sources, places, targets)
     bound = default_threshold() if bound is None else bound
-    if job is not None:
-        bound = agree(job, leaves, bound)
-    plan = plan_leaves(leaves, bound)
     # Key data of the same key array is the same object, so that it is seen to be moved twice.
     data = {id(source): _data(source, job) for source in sources}
+    if job is not None:
+        bound = agree(job, leaves, bound, [data[id(source)] for source in sources])
+    plan = plan_leaves(leaves, bound)
     latest: deque[Progress] = deque(maxlen=1)
     told = progress if callable(progress) else latest.append
     line = (

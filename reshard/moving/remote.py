@@ -18,6 +18,7 @@ from mpmd.arrays.boxes import Box
 from mpmd.arrays.mesh import Device
 from mpmd.errors import ReshardError
 from mpmd.job.job import Job
+from mpmd.job.notes import Note
 from mpmd.job.wires import NUMBER_BITS, receive_piece
 from reshard.moving.local import Shard, Sink, cut, is_host_memory
 from reshard.moving.plan import MovedLeaf
@@ -122,8 +123,10 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def agree(job: Job, leaves: Sequence[MovedLeaf], threshold: int) -> int:
+def agree(job: Job, leaves: Sequence[MovedLeaf], threshold: int, data: Sequence[jax.Array | np.ndarray]) -> int:
     """Makes sure that all processes move the same; returns the least threshold that any of them has.
+
+    The values of host arrays are compared as those that a step is given: a difference is an error of a next call.
 
     Raises:
       ReshardError: they differ; in every process.
@@ -134,6 +137,11 @@ def agree(job: Job, leaves: Sequence[MovedLeaf], threshold: int) -> int:
     told = {rank: json.loads(text) for rank, text in said.items()}
     different = next((rank for rank, (_, theirs) in told.items() if theirs != told[0][1]), None)
     if different is None:
+        values = [(i, x) for i, x in enumerate(data) if isinstance(x, np.ndarray)]
+        names = [leaf.path or "the array" for leaf in leaves]
+        note = Note("called a reshard", step=job.activity.step, names=names, values=values)
+        note.read()  # at once: the user may change them after the reshard
+        job.calls.note(range(job.num_ranks), note)
         return min(least for least, _ in told.values())
     at = first_difference(told[0][1], told[different][1])
     mine = lines[at] if at < len(lines) else "nothing"

@@ -26,15 +26,22 @@ def test_what_a_rank_starts_does_not_join_in_its_place():
         assert "Start it without MPMD_COORDINATOR, MPMD_NUM_PROCESSES, MPMD_PROCESS_ID in" in rank.out
 
 
-def test_host_arrays_are_the_same_in_all_processes_also_in_those_that_do_not_use_them():
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("values", "tied, xs than rank 0 in step 1 (step)"),
+        pytest.param("moved", "['tied'] than rank 0 in step 0 (a reshard)", marks=pytest.mark.slow),
+    ],
+)
+def test_host_arrays_are_the_same_in_all_processes_also_in_those_that_do_not_use_them(what, told):
     """`tied` is used by both, `xs` by the first alone. It is said before the step runs, in all."""
     message = (
-        "scheduler.errors.ScheduleError: rank 1 gave other values of tied, xs than rank 0 in step 1 (step)\n"
+        f"scheduler.errors.ScheduleError: rank 1 gave other values of {told}\n"
         "  Host arrays, numbers and keys are given alike in every process. What each has a part of is an MpmdArray, or"
         " a jax.Array made by jax.make_array_from_process_local_data. A state is the result of the same call in every"
         " process. If one process made a call more than the others, this is where they begin to differ.\n"
     )
-    for rank in ended("values"):
+    for rank in ended(what):
         assert rank.status == 1
         assert message in rank.err
 

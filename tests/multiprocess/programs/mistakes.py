@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpmd
+import reshard
 import scheduler
 
 
@@ -39,6 +40,9 @@ def main(what: str) -> None:
     if what == "values":
         tied = tied * (1 + rank)  # used by both
         xs = xs * (1 + rank)  # used by rank 0 alone
+    if what == "moved":
+        place = mpmd.MpmdSharding(mesh, 0)
+        mpmd.device_get(reshard.spmd_to_mpmd_reshard(mesh, {"tied": tied * (1 + rank)}, place))
     if what == "trees":
         ws, tied = step(ws, tied, xs)
         mpmd.device_get(ws[: 1 + rank])
