@@ -29,6 +29,7 @@ from mpmd._jax_compat.arrays import (
     typed_as,
 )
 from mpmd._jax_compat.described import (
+    Device,
     default_memory_kind,
     described_gpus,
     described_options,
@@ -83,6 +84,7 @@ from mpmd._jax_compat.jaxprs import (
 )
 from mpmd._jax_compat.parameters import jaxprs_in, kernel_grid, mapped
 from mpmd._jax_compat.processes import (
+    KeyValueStore,
     abandon_distributed,
     backends_are_initialized,
     bind_cpu_collectives,

@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -13,6 +13,8 @@ from jax._src.lib import xla_client
 from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
+
+from mpmd._jax_compat.described import Device
 
 A = TypeVar("A", bound=jax.Array)
 
@@ -87,7 +89,7 @@ def devices(sharding: NamedSharding) -> np.ndarray:
     return sharding.mesh.devices
 
 
-def shards(x: jax.Array) -> dict[Any, jax.Array]:
+def shards(x: jax.Array) -> dict[Device, jax.Array]:
     """What this process's devices have of an array. Faster than `addressable_shards`, which works out indices too."""
     arrays = getattr(x, "_arrays", None)
     if arrays is None:

@@ -11,26 +11,27 @@ import jax
 from jax._src.lib import _jax
 from jax.experimental import topologies
 
+Device = Any  # jax.Device, of which type checkers see a variable
 _CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
-def is_described(device: Any) -> bool:
+def is_described(device: Device) -> bool:
     """Whether a device is only described: programs are compiled for it and cannot be called."""
     return isinstance(device.client, _jax.CompileOnlyPyClient)
 
 
-def default_memory_kind(device: Any) -> str:
+def default_memory_kind(device: Device) -> str:
     """The memory kind of arrays that ask for none. Described devices do not tell theirs."""
     return "device" if is_described(device) else device.default_memory().kind
 
 
-def described_options(device: Any) -> dict[str, Any]:
+def described_options(device: Device) -> dict[str, object]:
     """Options with which XLA compiles for a device that is only described: it cannot try kernels there."""
     return {"xla_gpu_autotune_level": 0} if is_described(device) and device.platform == "gpu" else {}
 
 
-def described_gpus(config: str, num_hosts: int, devices_per_host: int) -> list[Any]:
+def described_gpus(config: str, num_hosts: int, devices_per_host: int) -> list[Device]:
     """Devices of NVIDIA GPUs that need not be here.
 
     Args:
@@ -56,7 +57,7 @@ def described_gpus(config: str, num_hosts: int, devices_per_host: int) -> list[A
         return list(topologies.get_topology_desc(**wanted).devices)
 
 
-def described_tpus(topology: str) -> list[Any]:
+def described_tpus(topology: str) -> list[Device]:
     """Devices of a TPU slice such as `v5e:2x4` that need not be here; needs libtpu."""
     return list(topologies.get_topology_desc(topology, platform="tpu").devices)
 

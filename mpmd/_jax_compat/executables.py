@@ -64,7 +64,7 @@ class XlaProgram:
         return None if self.folder is None or self.fingerprint is None else self.folder.find(self.fingerprint)
 
     @property
-    def quick_options(self) -> dict[str, Any]:
+    def quick_options(self) -> dict[str, object]:
         """Further options for XLA, for what only fills arrays: a third of its time, the same bits.
 
         On CPUs, each shape is a kernel of its own, which costs all passes. Here these have nothing to do.

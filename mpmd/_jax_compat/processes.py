@@ -14,8 +14,12 @@ from jax._src import callback, distributed, xla_bridge
 from jax._src.lib import _jax
 from jax.experimental import multihost_utils
 
+from mpmd._jax_compat.described import Device
 
-def distributed_client() -> Any | None:
+KeyValueStore = Any  # that of `jax.distributed`, of which type checkers see nothing
+
+
+def distributed_client() -> KeyValueStore | None:
     """The key-value store of `jax.distributed`, or None where it has not been initialised."""
     return distributed.global_state.client
 
@@ -164,7 +168,7 @@ def has_cross_host_put() -> bool:
     return is_of_one_kind and device.platform == "gpu" and has_it and not forced_otherwise
 
 
-def pci_bus_id(device: Any) -> str | None:
+def pci_bus_id(device: Device) -> str | None:
     """Where a CUDA device of this process is in its host, by which NCCL tells GPUs apart; None if nobody says."""
     number, text = ctypes.c_int(), ctypes.create_string_buffer(32)
     try:

@@ -138,7 +138,7 @@ def _extracted(entry: bytes) -> bytes:
     return compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(entry))[0]
 
 
-def entry_key(lowering: Any, more_options: Mapping[str, Any]) -> str:
+def entry_key(lowering: Any, more_options: Mapping[str, object]) -> str:
     """The name under which JAX keeps a program in the folder.
 
     Args:

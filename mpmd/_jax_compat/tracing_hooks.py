@@ -56,7 +56,7 @@ class _Tracing:
         """The mesh of the step, in the place of another one."""
         return self.mesh if not mesh.empty and mesh.abstract_mesh in self.others else mesh
 
-    def own_sharding(self, sharding: Any) -> Any:
+    def own_sharding(self, sharding: object) -> object:
         """A sharding on the mesh of the step, if it is on another one that stands for it."""
         if isinstance(sharding, NamedSharding) and (mesh := self.own_mesh(sharding.mesh)) is not sharding.mesh:
             return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)

@@ -372,7 +372,7 @@ class MpmdArray(ReadableArray):
         self._check_not_gone()
         return reading.on_host(self)
 
-    def __getitem__(self, index: Any) -> jax.Array:
+    def __getitem__(self, index: object) -> jax.Array:
         self._check_not_gone()
         if self._is_split and (found := reading.row(self, index)) is not None:
             return found

@@ -2,12 +2,13 @@
 
 import collections
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-Device = Any
+from mpmd._jax_compat import Device
+
 Index = tuple[slice, ...]
 
 

@@ -7,8 +7,8 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Any
 
+from mpmd import _jax_compat as compat
 from mpmd.job import processes, signs
 from mpmd.job.activity import Activity
 from mpmd.job.spares import Taken
@@ -39,7 +39,7 @@ class Boards:
         rank: int,
         num_ranks: int,
         activity: Activity,
-        store: Any,
+        store: compat.KeyValueStore,
         status_dir: str | None,
         number: int,
         taken: Collection[Taken],

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from mpmd import _jax_compat as compat
 from mpmd.errors import RankLostError, ScheduleError
 from mpmd.job.activity import Activity
 from mpmd.job.boards import PUBLISH_S
@@ -57,7 +58,12 @@ class SharedCalls:
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], rank: int, store: Any, now: Callable[[], float] = time.monotonic, epoch: int = 0
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        store: compat.KeyValueStore,
+        now: Callable[[], float] = time.monotonic,
+        epoch: int = 0,
     ):
         self.ranks = ranks
         self.count = 0
@@ -158,8 +164,8 @@ class Calls:
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, store: Any, activity: Activity, end: Callable[[int, str], None],
-        check_ranks: Callable[[], None],
+        self, rank: int, num_ranks: int, store: compat.KeyValueStore, activity: Activity,
+        end: Callable[[int, str], None], check_ranks: Callable[[], None],
     ):  # fmt: skip
         self._rank, self._store, self._activity, self._end = rank, store, activity, end
         self._check_ranks = check_ranks

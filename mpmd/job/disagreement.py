@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _MAX_SHOWN = 5
 _MAX_SHOWN_TEXT = 120
@@ -29,7 +29,7 @@ class Disagreement(NamedTuple):
     text: str
 
 
-def disagreement(said: Mapping[int, Sequence[Any]]) -> Disagreement | None:
+def disagreement(said: Mapping[int, Sequence]) -> Disagreement | None:
     """How the notes of one call differ; None if they do not. A value that a rank cannot tell differs from none.
 
     Args:

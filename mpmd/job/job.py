@@ -8,7 +8,6 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -52,7 +51,11 @@ class Job:
     """
 
     def __init__(
-        self, store: Any, hang_timeout_s: float | None, environment: Mapping[str, str], slow_factor: float | None = None
+        self,
+        store: compat.KeyValueStore,
+        hang_timeout_s: float | None,
+        environment: Mapping[str, str],
+        slow_factor: float | None = None,
     ):
         self.rank, self.num_ranks = jax.process_index(), jax.process_count()
         self.store, self.hang_timeout_s = store, hang_timeout_s

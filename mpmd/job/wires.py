@@ -72,7 +72,7 @@ class Member(Protocol):
     num_ranks: int
     address: str
     epoch: int
-    store: Any
+    store: compat.KeyValueStore
     activity: Activity
 
     @property

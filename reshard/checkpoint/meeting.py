@@ -16,7 +16,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any
 
 import jax
 
@@ -252,7 +251,7 @@ def _in_order(ranks: set[int] | None) -> tuple[int, ...]:
     return tuple(sorted(ranks or range(jax.process_count())))
 
 
-def store() -> Any:
+def store() -> compat.KeyValueStore:
     """The key-value store of `jax.distributed`."""
     found = compat.distributed_client()
     assert found is not None
