@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from typing import Any, Required, TypedDict, TypeVar, Unpack, overload
+from typing import Required, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.typing import ArrayLike
@@ -18,11 +18,13 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.buckets import BucketedStep, Bucketing, Buckets, MicrobatchList
+from mpmd.compile.compiler import CompilerOptions
 from mpmd.compiled import Compiled
 from mpmd.job import joining
 from mpmd.observe import ledger
 from mpmd.ops import lists
 from mpmd.ops.role import RoleTable, checked_table
+from mpmd.pytrees import PyTree, TreeDef
 from mpmd.run.audits import audited_options, check_audits
 from mpmd.run.device_get import device_get
 from mpmd.stages import Lowered, Traced, check_options, shape_of
@@ -61,13 +63,13 @@ class _Options(TypedDict, total=False):
     """What `jit` takes by name."""
 
     mpmd_mesh: Required[MpmdMesh]
-    in_shardings: Any
-    out_shardings: Any
+    in_shardings: PyTree
+    out_shardings: PyTree
     donate_argnums: int | Sequence[int]
     donate_argnames: str | Sequence[str]
     static_argnums: int | Sequence[int]
     static_argnames: str | Sequence[str]
-    compiler_options: Mapping[Any, Any] | None
+    compiler_options: CompilerOptions | None
     roles: Mapping[str, int | Sequence[int]] | None
     audit_every: int
 
@@ -85,16 +87,16 @@ def jit(
     fun: Callable | None = None,
     *,
     mpmd_mesh: MpmdMesh,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
+    in_shardings: PyTree = None,
+    out_shardings: PyTree = None,
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-    compiler_options: Mapping[Any, Any] | None = None,
+    compiler_options: CompilerOptions | None = None,
     roles: Mapping[str, int | Sequence[int]] | None = None,
     audit_every: int = 0,
-) -> Any:
+) -> "Jitted | Callable[[Callable], Jitted]":
     """Compiles a training step for the groups of `mpmd_mesh`, as a pipeline where it has `mpmd.treduce` loops.
 
     The step is traced once per set of argument shapes, cut where `mpmd.mark_stage_end` says, and run by the
@@ -166,11 +168,11 @@ class Jitted:
         self,
         fun: Callable,
         mpmd_mesh: MpmdMesh,
-        in_shardings: Any,
-        out_shardings: Any,
+        in_shardings: PyTree,
+        out_shardings: PyTree,
         donated: tuple[frozenset[int], frozenset[str]],
         static: tuple[frozenset[int], frozenset[str]],
-        compiler_options: Mapping[Any, Any] | None,
+        compiler_options: CompilerOptions | None,
         roles: RoleTable,
         audit_every: int,
     ):
@@ -192,13 +194,13 @@ class Jitted:
         self._asked: _Made[Traced] = _Made()
 
     @compat.api_boundary
-    def __call__(self, *args: Any, **kwargs: Any):
+    def __call__(self, *args: PyTree, **kwargs: PyTree):
         if compat.setting("jax_disable_jit"):
             args, kwargs = _on_one_device((args, kwargs))
             return self._fun(*args, **kwargs)
         return self._finding_lists(self._call, args, kwargs)
 
-    def _call(self, args: Args, kwargs: Kwargs) -> Any:
+    def _call(self, args: Args, kwargs: Kwargs) -> PyTree:
         if self._lists and (xs := self._lists_in(args, kwargs)):
             step, leaves = self._bucketed_step(self._buckets_for(args, kwargs, xs), xs)
             return step._run(leaves)
@@ -228,7 +230,7 @@ class Jitted:
         return self if obj is None else functools.partial(self, obj)
 
     @compat.api_boundary
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:
         """The step as one jaxpr, for arguments of these shapes (`jax.ShapeDtypeStruct` will do).
 
         A step is cut and compiled once: a call with such arguments runs what `.trace(...).lower().compile()` gives.
@@ -251,9 +253,9 @@ class Jitted:
     def _for_call(
         self,
         fixed: Fixed,
-        trees: Sequence[lists.TreeDef],
+        trees: Sequence[TreeDef],
         dtypes: Sequence[Sequence[Set[Hashable]]],
-        around: tuple[Sequence[tuple | None], lists.TreeDef],
+        around: tuple[Sequence[tuple | None], TreeDef],
         dynamic: Args,
         kwargs: Kwargs,
     ) -> tuple[BucketedStep, Sequence[ArrayLike]]:
@@ -346,13 +348,13 @@ class Jitted:
         _traces_of(self._fun).clear()
 
     @compat.api_boundary
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> Lowered:
         """The step, cut into tasks and placed on groups."""
         with without_collection():
             return self.trace(*args, **kwargs).lower()
 
     @compat.api_boundary
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The shapes and dtypes of the result; nothing is compiled."""
         traced = self.trace(*args, **kwargs)._trace
         out = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.outvars]
@@ -387,7 +389,7 @@ class Jitted:
             raise fault_with_name(fault, leaves, names) from None
         return CallArguments(len(args), fixed, leaves, tree, types, (tree, fixed, types, compat.trace_context()))
 
-    def _wishes(self, tree: lists.TreeDef, fixed: Fixed, num_args: int) -> list[object]:
+    def _wishes(self, tree: TreeDef, fixed: Fixed, num_args: int) -> list[object]:
         """The user's sharding of each leaf, or None."""
         if self._in_shardings is None:
             return [None] * tree.num_leaves
@@ -441,14 +443,17 @@ class Jitted:
         return traced
 
 
-def _around(dynamic: Args, kwargs: Kwargs, fixed: Fixed, xs: Sequence[MicrobatchList]) -> tuple[list, lists.TreeDef]:
+def _around(dynamic: Args, kwargs: Kwargs, fixed: Fixed, xs: Sequence[MicrobatchList]) -> tuple[list, TreeDef]:
     """The arguments of a call, flat, without static ones, and their structure: each list of microbatches is a leaf."""
     whole = _with_static(dynamic, kwargs, tuple((where, kind, None) for where, kind, _ in fixed))
     return lists.flattened(whole, {x.path: x.given for x in xs})[:2]
 
 
 def _of_other_types(
-    leaves: Sequence[Any], types: Sequence[tuple | None], xs: Sequence[MicrobatchList], dtypes: Sequence[Sequence[Set]]
+    leaves: Sequence[ArrayLike],
+    types: Sequence[tuple | None],
+    xs: Sequence[MicrobatchList],
+    dtypes: Sequence[Sequence[Set]],
 ) -> list[tuple[int, str]]:
     """The arguments, by number, that have other types, and which; of microbatches the shape may be another one."""
     wrong = [
@@ -506,6 +511,6 @@ def _traces_of(fun: Callable) -> dict[Hashable, Trace]:
         return {}
 
 
-def _on_one_device(tree: Any) -> Any:
+def _on_one_device(tree: PyTree) -> PyTree:
     """MpmdArrays as arrays that plain JAX computes with, wherever the others are."""
     return jax.tree.map(lambda x: jax.numpy.asarray(device_get(x)) if isinstance(x, MpmdArray) else x, tree)

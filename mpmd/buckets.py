@@ -11,7 +11,6 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from typing import Any
 
 import jax
 import numpy as np
@@ -31,6 +30,7 @@ from mpmd.ops.lists import CountsList, Microbatches, ReadsList, Reordered
 from mpmd.ops.reductions import check_alike
 from mpmd.ops.treduce import treduce_p
 from mpmd.partition.outline import Loop, Outline, Segment, with_changes, with_microbatches
+from mpmd.pytrees import PyTree, TreeDef
 from mpmd.report.gathered import facts_of
 from mpmd.report.profile import LoopFacts, Profile
 from mpmd.run.audits import AuditedBucketExecutor, AuditSampling
@@ -68,7 +68,7 @@ class MicrobatchList:
     permutation: tuple[int, ...] | None
     items: list
     leaves: list[list]
-    tree: lists.TreeDef
+    tree: TreeDef
     types: list[tuple]
 
     @classmethod
@@ -302,7 +302,7 @@ class BucketedStep(Compiled):
         found.lists, found.order = xs, order
         return found
 
-    def _run(self, leaves: Sequence[ArrayLike]) -> Any:
+    def _run(self, leaves: Sequence[ArrayLike]) -> PyTree:
         with self._taking(leaves):
             return super()._run(leaves)
 

@@ -20,7 +20,7 @@ from mpmd.costs.machine import Machine
 from mpmd.cutting.split_rows import SplitStep
 from mpmd.job.wires import expected_wire
 from mpmd.observe.records import RecordedTimes
-from mpmd.ops import lists
+from mpmd.pytrees import PyTree, TreeDef
 from mpmd.report.estimate import draft_of
 from mpmd.report.explain import StepTraffic, explain
 from mpmd.report.flops import cost_per_step
@@ -112,22 +112,22 @@ class Compiled:
         return self._program
 
     @property
-    def input_shardings(self) -> Any:
+    def input_shardings(self) -> PyTree:
         """`(args, kwargs)` of `MpmdSharding`, as in `jax.stages.Compiled`."""
         return jax.tree.unflatten(self.in_tree, self._inputs.shardings)
 
     @property
-    def output_shardings(self) -> Any:
+    def output_shardings(self) -> PyTree:
         """The result's tree of `MpmdSharding`."""
         return jax.tree.unflatten(self.out_tree, self._results.shardings)
 
     @property
-    def in_tree(self) -> lists.TreeDef:
+    def in_tree(self) -> TreeDef:
         """The structure of `(args, kwargs)`."""
         return self._split.whole.in_tree
 
     @property
-    def out_tree(self) -> lists.TreeDef:
+    def out_tree(self) -> TreeDef:
         """The structure of the result."""
         return self._split.whole.out_tree
 
@@ -221,7 +221,7 @@ class Compiled:
         return {"flops": flops, "bytes accessed": nbytes}
 
     @compat.api_boundary
-    def profile(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, steps: int = 3) -> Profile:
+    def profile(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None, *, steps: int = 3) -> Profile:
         """Runs some steps as in training, and measures when everything of them ran on every rank.
 
         Nothing of a step waits that would not wait otherwise; a step begins when this process has the results of the
@@ -321,7 +321,7 @@ class Compiled:
     # --- running ----------------------------------------------------------------------------------
 
     @compat.api_boundary
-    def __call__(self, *args: Any, **kwargs: Any):
+    def __call__(self, *args: PyTree, **kwargs: PyTree):
         step, leaves = self._for(args, kwargs)
         return step._run(leaves)
 
@@ -341,7 +341,7 @@ class Compiled:
         found = hint_of(sharding, self._inputs.avals[argument], self._programs.mesh, names[argument])
         return dataclasses.replace(hint, groups=found.groups if hint.groups is None else hint.groups) == found
 
-    def _run(self, leaves: Sequence[ArrayLike]) -> Any:
+    def _run(self, leaves: Sequence[ArrayLike]) -> PyTree:
         check_is_outside()
         with compat.no_mesh():
             leaves = apart(leaves, self._consumed) if self._consumed else leaves
@@ -352,7 +352,7 @@ class Compiled:
             placed = self._placed(leaves)
             return self._result(leaves, placed, self._executor([*self._inputs.constants, *placed]))
 
-    def _timed_run(self, leaves: Sequence[ArrayLike], number: int) -> tuple[Any, Callable[[], RecordedTimes]]:
+    def _timed_run(self, leaves: Sequence[ArrayLike], number: int) -> tuple[PyTree, Callable[[], RecordedTimes]]:
         """A call, and when everything of this process ran."""
         placed = self._placed(leaves)
         results, rows = self._executor.timed([*self._inputs.constants, *placed], number)
@@ -369,7 +369,12 @@ class Compiled:
         self._executor.compare(given, makers, is_first)
         return placed
 
-    def _result(self, given: Sequence[Any], placed: Sequence[Any], results: Sequence[dict[int, jax.Array]]) -> Any:
+    def _result(
+        self,
+        given: Sequence[ArrayLike],
+        placed: Sequence[dict[int, jax.Array]],
+        results: Sequence[dict[int, jax.Array]],
+    ) -> PyTree:
         """What the user gets; donated arguments are used up."""
         kept = {id(a): a for arrays in results for a in arrays.values()} if self._donated else {}
         for i, pieces in self._consumed.items():

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
@@ -17,6 +17,7 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
+from mpmd.compile.compiler import CompilerOptions
 from mpmd.compile.program import loop_graph, step_program
 from mpmd.compile.step import StepPrograms, compile_step
 from mpmd.compiled import Compiled, ForCall
@@ -30,6 +31,7 @@ from mpmd.observe import ledger
 from mpmd.ops import lists
 from mpmd.partition.outline import Loop, Outline
 from mpmd.partition.place_segments import outline_step
+from mpmd.pytrees import PyTree, TreeDef
 from mpmd.report.estimate import Draft, draft_of
 from mpmd.report.loop_notes import gathered_gradients, undivided_backward
 from mpmd.report.repetition import repetition
@@ -54,7 +56,7 @@ def shape_of(mesh: MpmdMesh) -> tuple[Hashable, ...]:
     return mesh.tracing_mesh().abstract_mesh, mesh.mpmd_axis_name, tuple(g.abstract_mesh for g in mesh.groups)
 
 
-def check_options(options: Mapping[Any, Any] | None, name: str, num_stages: int | None = None) -> None:
+def check_options(options: CompilerOptions | None, name: str, num_stages: int | None = None) -> None:
     """Options for XLA are single values by name, for all programs or, in a mapping, for the tasks of a stage."""
     if not isinstance(options, Mapping | None):
         raise ValueError(f"{name}: compiler_options is {options!r:.80}; give a dict of XLA's options by name.")
@@ -79,9 +81,9 @@ class Traced:
     _name: str
     _mesh: MpmdMesh
     _hints: tuple[Hint, ...]
-    _out_shardings: Any
+    _out_shardings: PyTree
     _donated: frozenset[int]
-    _options: Mapping[Any, Any]
+    _options: CompilerOptions
     _shapes: "Shapes | None" = None
     _audit_every: int = 0
     _for_call: ForCall | None = None
@@ -93,7 +95,7 @@ class Traced:
         return compat.ClosedJaxpr(self._trace.jaxpr, ())
 
     @property
-    def out_tree(self) -> lists.TreeDef:
+    def out_tree(self) -> TreeDef:
         """The structure of the result."""
         return self._trace.out_tree
 
@@ -234,7 +236,7 @@ class Lowered:
     _ins: Sequence[Hint]
     _outs: Sequence[Hint]
     _donated: frozenset[int]
-    _options: Mapping[Any, Any]
+    _options: CompilerOptions
     _shapes: "Shapes | None" = None
     _audit_every: int = 0
     _for_call: ForCall | None = None
@@ -249,7 +251,7 @@ class Lowered:
         return f"Lowered({self._mesh}; {self._outline!r})"
 
     @property
-    def cuts(self) -> Any:
+    def cuts(self) -> tuple | None:
         """How many layers each stage gets, as `treduce(cuts=...)` takes it; None where `mark_stage_end` says it.
 
         Of a step with several loops, a tuple with the cuts of each.
@@ -314,7 +316,7 @@ class Lowered:
         return self._draft.memory()
 
     @compat.api_boundary
-    def compile(self, compiler_options: Mapping[Any, Any] | None = None) -> Compiled:
+    def compile(self, compiler_options: CompilerOptions | None = None) -> Compiled:
         """Compiles each distinct task once, builds the program and checks it.
 
         Args:
@@ -339,7 +341,7 @@ class Lowered:
 
     def _begin_to_compile(
         self,
-        compiler_options: Mapping[Any, Any] | None = None,
+        compiler_options: CompilerOptions | None = None,
         kind: type[_C] | None = None,
         others: Compiled | None = None,
     ) -> _C | Compiled:
@@ -350,7 +352,7 @@ class Lowered:
           others: a step that was compiled with the same options, whose programs are used too.
         """
         described = compat.described_options(self._mesh.groups[0].devices.flat[0])
-        options: dict[Any, Any] = {**described, **self._options, **(compiler_options or {})}
+        options: dict[str | int, object] = {**described, **self._options, **(compiler_options or {})}
         check_options(options, self._name, max((loop.schedule.num_stages for loop in self._outline.loops), default=0))
         with joining.compiling():
             ins, outs = [h.layout for h in self._ins], [h.layout for h in self._outs]

@@ -67,7 +67,7 @@ ROOMS = {
 # Folders of names above the public ones: nothing of their package imports them.
 ABOVE_ALL_ROOMS = ("mpmd/jaxpp",)
 BELOW_ALL_ROOMS = {
-    "mpmd": ("_jax_compat", "errors", "users_frame"),
+    "mpmd": ("_jax_compat", "errors", "pytrees", "users_frame"),
     "reshard": ("_orbax_compat", "places", "sizes", "trees"),
     "scheduler": ("engine", "errors", "ordering", "task"),
 }

@@ -21,6 +21,8 @@ from mpmd.compile.updates import Instance, Update, apart, common_leaves, joined
 from mpmd.errors import StageError
 from mpmd.graphs import equations
 
+CompilerOptions = Mapping[Any, Any]  # by name; or by stage, a mapping of those of its tasks
+
 _WORTH_A_CALL = 16  # equations that a program must have, for others to be compiled as that one and what is around it
 
 
@@ -44,7 +46,7 @@ class Compiler:
         self,
         traced_on: AbstractMesh,
         own: Sequence[Mesh],
-        options: Mapping[Any, Any] | None = None,
+        options: CompilerOptions | None = None,
         others: "Compiler | None" = None,
     ):
         self.traced_on = traced_on
@@ -208,7 +210,7 @@ class Compiler:
         self,
         name: str,
         family: str,
-        options: dict[str, Any] | None,
+        options: dict[str, object] | None,
         closed: compat.ClosedJaxpr,
         mesh: Mesh,
         ins: Sequence[NamedSharding | None],

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import REPLICATED, Layout, fit, memory_kind, shortest
 from mpmd.arrays.mesh import MpmdMesh
-from mpmd.compile.compiler import Compiler
+from mpmd.compile.compiler import Compiler, CompilerOptions
 from mpmd.compile.constants import WithConstants, with_constants
 from mpmd.compile.donation import donations
 from mpmd.compile.executable import Executable
@@ -126,7 +125,7 @@ def compile_step(
     out_layouts: Sequence[Layout | None],
     donated_args: Set[int],
     name: str,
-    options: Mapping[Any, Any] | None = None,
+    options: CompilerOptions | None = None,
     alike: Iterable[Sequence[compat.Var]] = (),
     others: Compiler | None = None,
 ) -> StepPrograms:
@@ -282,7 +281,7 @@ class _StepCompiler:
         mesh: MpmdMesh,
         layouts: _Layouts,
         name: str,
-        options: Mapping[Any, Any] | None,
+        options: CompilerOptions | None,
         others: Compiler | None = None,
     ):
         self.layouts = layouts

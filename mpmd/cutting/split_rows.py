@@ -17,8 +17,8 @@ from mpmd.cutting.pieces import Rows, cut, join_rows_p, split_rows_p
 from mpmd.cutting.rewrite_rows import Cut, Rewriter, WholeStack
 from mpmd.cutting.sliced_stacks import sliced_stacks
 from mpmd.cutting.spread import Spread
-from mpmd.ops.lists import TreeDef
 from mpmd.ops.treduce import treduce_p
+from mpmd.pytrees import TreeDef
 from mpmd.tracing.arguments import Hint
 from mpmd.tracing.new_equations import Atom
 from mpmd.tracing.state import match_state

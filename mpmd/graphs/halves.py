@@ -387,7 +387,7 @@ def _called(
     )
 
 
-def _those(values: Any, positions: Sequence[int | None], default: Any) -> Any:
+def _those(values: object, positions: Sequence[int | None], default: object) -> object:
     """Of a parameter with an entry for each operand or result, those at these positions."""
     if not isinstance(values, tuple):
         return values  # one for all

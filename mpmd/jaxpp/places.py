@@ -4,7 +4,7 @@ import functools
 import importlib
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,7 @@ from mpmd.arrays.sharding import MpmdSharding as Sharding
 from mpmd.arrays.shards import Device
 from mpmd.arrays.specs import SpecLike, as_spec, without_axis
 from mpmd.ops import cross_group
-
-PyTree = Any
+from mpmd.pytrees import PyTree
 
 
 class JaxppMesh(MpmdMesh):

@@ -5,22 +5,25 @@ import contextvars
 import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypedDict, Unpack
 
 import jax
 
 import mpmd.ops.treduce as loops
+import scheduler
 from mpmd import _jax_compat as compat
 from mpmd.api import Jitted, jit
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.arrays.specs import as_spec
+from mpmd.compile.compiler import CompilerOptions
 from mpmd.compiled import Compiled
 from mpmd.jaxpp.schedules import JaxppTask, TaskType
 from mpmd.observe.records import Ran
 from mpmd.ops import stage_end
 from mpmd.ops.reductions import Add, Concat, Operation
+from mpmd.pytrees import PyTree
 from mpmd.users_frame import users_frame
 from scheduler import Task
 
@@ -40,7 +43,7 @@ class JaxppOperation(Operation):
         return self.op.update(acc, x, index)
 
 
-def _operations(operation: Any) -> Any:
+def _operations(operation: PyTree) -> PyTree:
     def is_theirs(op: object) -> bool:
         return callable(getattr(op, "state", None)) and callable(getattr(op, "update", None))
 
@@ -48,7 +51,10 @@ def _operations(operation: Any) -> Any:
 
 
 @compat.api_boundary
-def treduce(fun: Callable[[Any], Any], xs: Any, schedule: Any, axis: int = 0, operation: Any = default_op) -> Any:
+def treduce(
+    fun: Callable[[PyTree], PyTree], xs: PyTree, schedule: scheduler.Schedule | str | None, axis: int = 0,
+    operation: PyTree = default_op,
+) -> PyTree:  # fmt: skip
     """`mpmd.treduce`, whose default stacks the first output of `fun` (the losses) and sums the second (the gradients).
 
     Args:
@@ -62,12 +68,15 @@ def treduce(fun: Callable[[Any], Any], xs: Any, schedule: Any, axis: int = 0, op
 
 
 @compat.api_boundary
-def treduce_i(fun: Callable[[Any], Any], length: int, schedule: Any, operation: Any = default_op) -> Any:
+def treduce_i(
+    fun: Callable[[jax.Array], PyTree], length: int, schedule: scheduler.Schedule | str | None,
+    operation: PyTree = default_op,
+) -> PyTree:  # fmt: skip
     """`mpmd.treduce_i`, with the default operation of `treduce`."""
     return loops.treduce_i(fun, length, schedule, operation=_operations(operation))
 
 
-def pipeline_enter_stage(anchor: Any, name: str | None = None) -> Any:
+def pipeline_enter_stage(anchor: PyTree, name: str | None = None) -> PyTree:
     """`mpmd.mark_stage_end`, under the name that JaxPP has given up."""
     message = "pipeline_enter_stage is JaxPP's old name: write mark_stage_end."
     warnings.warn(message, DeprecationWarning, stacklevel=users_frame())
@@ -80,13 +89,13 @@ def pipeline_enter_stage(anchor: Any, name: str | None = None) -> Any:
 class JitOptions(TypedDict, total=False):
     """What `mpmd.jit` takes, in JaxPP's words: None means that nothing is said."""
 
-    in_shardings: Any
-    out_shardings: Any
+    in_shardings: PyTree
+    out_shardings: PyTree
     static_argnums: int | Sequence[int] | None
     static_argnames: str | Iterable[str] | None
     donate_argnums: int | Sequence[int] | None
     donate_argnames: str | Iterable[str] | None
-    compiler_options: Mapping[Any, Any] | None
+    compiler_options: CompilerOptions | None
 
 
 @compat.api_boundary
@@ -94,8 +103,8 @@ def mpmd_jit_with_loop(
     fun: Callable,
     mpmd_mesh: MpmdMesh,
     *,
-    in_specs: Any = None,
-    out_specs: Any = None,
+    in_specs: PyTree = None,
+    out_specs: PyTree = None,
     **options: Unpack[JitOptions],
 ) -> "JaxppStep":
     """`mpmd.jit`. None means that nothing is said.
@@ -137,7 +146,7 @@ def mpmd_jit_by_yield(
 
 
 @compat.api_boundary
-def mpmd_jit_rev(fun: Callable, mpmd_mesh: MpmdMesh, *, out_refs: Any, **options: Unpack[JitOptions]) -> "JaxppStep":
+def mpmd_jit_rev(fun: Callable, mpmd_mesh: MpmdMesh, *, out_refs: PyTree, **options: Unpack[JitOptions]) -> "JaxppStep":
     """`mpmd.jit` of a function without a loop, where each result says its groups: a state that is initialised.
 
     Args:
@@ -171,7 +180,7 @@ class JaxppStep:
         return getattr(self._jitted, name)
 
     @compat.api_boundary
-    def compile(self, *args: Any, **kwargs: Any) -> "JaxppCompiled":
+    def compile(self, *args: PyTree, **kwargs: PyTree) -> "JaxppCompiled":
         """The step, compiled for arguments of these shapes (`jax.ShapeDtypeStruct` will do)."""
         traced = self._jitted.trace(*args, **kwargs)
         return JaxppCompiled(traced.lower().compile(), traced.jaxpr, self.mpmd_mesh)
@@ -179,7 +188,7 @@ class JaxppStep:
     trace_and_place = compile
 
     @compat.api_boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if _task_times.get() is None:
             return self._jitted(*args, **kwargs)
         call = self._jitted._read(args, kwargs)
@@ -205,17 +214,17 @@ class JaxppCompiled:
         return getattr(self._compiled, name)
 
     @property
-    def in_shardings(self) -> Any:
+    def in_shardings(self) -> PyTree:
         """`(args, kwargs)` of `MpmdSharding`."""
         return self._compiled.input_shardings
 
     @property
-    def out_shardings(self) -> Any:
+    def out_shardings(self) -> PyTree:
         """The result's tree of `MpmdSharding`."""
         return self._compiled.output_shardings
 
     @compat.api_boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         times = _task_times.get()
         if times is None:
             return self._compiled(*args, **kwargs)

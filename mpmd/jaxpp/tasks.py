@@ -35,11 +35,10 @@ from mpmd.arrays.specs import names_of, without_axis
 from mpmd.compiled import Compiled
 from mpmd.jaxpp.places import JaxppMesh, to_global_jax_array
 from mpmd.ops.cross_group import cross_mpmd_stack, end_task, place
+from mpmd.pytrees import PyTree, TreeDef
 from mpmd.tracing.arguments import broadcast, leaf_type
 
 __all__ = ["LoweredMpmdFun", "MpmdFunction", "MpmdMesh", "mpmd", "slice", "stack", "task", "transfer"]
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,7 +134,7 @@ def task(
     traced_once = jax.jit(fun)  # a task that runs for each microbatch is traced for the first one
 
     @functools.wraps(fun)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         leaves = _leaves((args, kwargs), f"task {title}: an argument")
         asked = _meshes_of(out_shardings)
         inner = [x.sharding.mesh for x in leaves] + _meshes_of(in_shardings) + ([mesh] if mesh is not None else [])
@@ -341,7 +340,7 @@ class MpmdFunction:
         self._outs[_types(flat, tree)] = [x.sharding for x in leaves]
         return jax.tree.map(lambda x: x.value, outs)
 
-    def _ins(self, tree: Any) -> list[NamedSharding]:
+    def _ins(self, tree: TreeDef) -> list[NamedSharding]:
         found = broadcast(self.in_shardings, tree, "in_shardings")
         for s in found:
             if not isinstance(s, NamedSharding):
@@ -349,14 +348,14 @@ class MpmdFunction:
         return found
 
     @compat.api_boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         self._check_no_names(kwargs)
         if any(isinstance(x, compat.Tracer) for x in jax.tree.leaves(args)):
             return self._program(*args)
         return self.lower(*args)(*args)
 
     @compat.api_boundary
-    def lower(self, *args: Any, **kwargs: Any) -> "LoweredMpmdFun":
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> "LoweredMpmdFun":
         """The program, compiled for arguments of these shapes (`jax.ShapeDtypeStruct` will do)."""
         self._check_no_names(kwargs)
         flat, tree = jax.tree.flatten(args)
@@ -410,7 +409,7 @@ class LoweredMpmdFun:
         )
 
     @compat.api_boundary
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: PyTree) -> PyTree:
         given = jax.tree.map(self._taken, args, self.in_shardings)
         return jax.tree.map(self._given, self.compiled(*given), self.out_shardings)
 
@@ -437,5 +436,5 @@ def _sharding(sharding: NamedSharding, mpmd_mesh: MpmdMesh) -> MpmdSharding:
     return MpmdSharding(mpmd_mesh, groups, spec, memory_kind(sharding))
 
 
-def _types(flat: Sequence[Any], tree: Any) -> Hashable:
+def _types(flat: Sequence[object], tree: TreeDef) -> Hashable:
     return tree, tuple(leaf_type(x, frozenset())[:2] for x in flat)

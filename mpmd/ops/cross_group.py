@@ -18,9 +18,10 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.delegation import is_plain
 from mpmd.errors import StageError
 from mpmd.ops.reductions import result_types
+from mpmd.pytrees import PyTree
 
 Groups = frozenset[int]
-PyTree = TypeVar("PyTree")
+T = TypeVar("T")
 
 # --- place ----------------------------------------------------------------------------------------
 
@@ -36,7 +37,7 @@ compat.ad.primitive_jvps[place_p] = lambda primals, tangents, **params: (
 
 
 @compat.api_boundary
-def place(x: PyTree, group: int | Iterable[int]) -> PyTree:
+def place(x: T, group: int | Iterable[int]) -> T:
     """Puts values into a group, or a copy into each of several.
 
     For what is outside of the loops: a metric that one process shall log, a statistic that all groups read, an
@@ -144,7 +145,7 @@ compat.batching.primitive_batchers[across_p] = _across_batch
 
 
 @compat.api_boundary
-def cross_mpmd_all_reduce(x: Any, *more: Any) -> Any:
+def cross_mpmd_all_reduce(x: PyTree, *more: PyTree) -> PyTree:
     """The sum of values that live in different groups, in all groups.
 
     For what each stage has a part of after the loop, such as the squared norm of its gradients. `mpmd.jit` places a
@@ -174,7 +175,7 @@ def cross_mpmd_all_reduce(x: Any, *more: Any) -> Any:
 
 
 @compat.api_boundary
-def cross_mpmd_stack(x: Any, *more: Any) -> Any:
+def cross_mpmd_stack(x: PyTree, *more: PyTree) -> PyTree:
     """Values that live in different groups, stacked along a new axis 0, in all groups.
 
     As `cross_mpmd_all_reduce`, without the sum: for instance the norm of each stage's gradients, for a log or for a
@@ -197,7 +198,7 @@ def cross_mpmd_stack(x: Any, *more: Any) -> Any:
     return _everywhere("cross_mpmd_stack", "stack", (x, *more))
 
 
-def _everywhere(name: str, kind: str, args: tuple[Any, ...]) -> Any:
+def _everywhere(name: str, kind: str, args: tuple[PyTree, ...]) -> PyTree:
     parts = _parts(args)
     if not parts:
         raise StageError(f"{name}: no parts were given. Pass a list of values, one of each group that has one.")
@@ -209,7 +210,7 @@ def _everywhere(name: str, kind: str, args: tuple[Any, ...]) -> Any:
     return jax.tree.map(lambda leaf: place_p.bind(leaf, groups=None), combined)
 
 
-def _parts(args: tuple[Any, ...]) -> list[Any]:
+def _parts(args: tuple[PyTree, ...]) -> list[PyTree]:
     if len(args) != 1:
         return list(args)
     x = args[0]

@@ -13,10 +13,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
+from mpmd.pytrees import PyTree
 
 
 @compat.api_boundary
-def from_exported(exported: jax.export.Exported) -> Callable[..., Any]:
+def from_exported(exported: jax.export.Exported) -> Callable[..., PyTree]:
     """A program exported by `jax.export` as a function to call inside a stage.
 
     It takes and returns the pytrees that the exported function did, and is differentiable as often as it was exported
@@ -55,7 +56,7 @@ def from_exported(exported: jax.export.Exported) -> Callable[..., Any]:
 
 
 @compat.api_boundary
-def from_stablehlo(program: str | bytes) -> Callable[..., Any]:
+def from_stablehlo(program: str | bytes) -> Callable[..., PyTree]:
     """A StableHLO program as a function to call inside a stage.
 
     For forward passes made by other compilers and frameworks, such as a frozen encoder: StableHLO has no derivative.

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 
 from mpmd.errors import StageError
+from mpmd.pytrees import PyTree, TreeDef
 from scheduler.base.texts import counted
 
 Path = tuple[Any, ...]  # JAX's keys, from `(args, kwargs)` to the list
-TreeDef = Any  # JAX's PyTreeDef, of which type checkers see a variable
 
 # What a step is traced with, `(args, kwargs)`; None outside of `mpmd.jit`.
-arguments: ContextVar[Any] = ContextVar("arguments", default=None)
+arguments: ContextVar[PyTree] = ContextVar("arguments", default=None)
 
 
 class Reordered(list):
@@ -45,7 +45,7 @@ class Reordered(list):
 
     order: tuple[int, ...]
 
-    def __init__(self, xs: Iterable[Any], order: Iterable[int]):
+    def __init__(self, xs: Iterable[PyTree], order: Iterable[int]):
         super().__init__(xs)
         try:
             self.order = tuple(map(operator.index, order))
@@ -105,7 +105,15 @@ class Microbatches(list):
       is_guarded: whether the step has it: then only its items can be read.
     """
 
-    def __init__(self, path: Path, one: Any, number: Any, num_microbatches: int, is_counted: bool, plain: Any = None):
+    def __init__(
+        self,
+        path: Path,
+        one: PyTree,
+        number: Any,
+        num_microbatches: int,
+        is_counted: bool,
+        plain: Iterable[PyTree] | None = None,
+    ):
         super().__init__(plain or ())
         self.path, self.one, self.number = path, one, number
         self.num_microbatches, self.is_counted = num_microbatches, is_counted
@@ -176,7 +184,7 @@ def _flatten_with_keys(xs: Microbatches) -> tuple[tuple, _AboutList | None]:
     return tuple(zip(keys, children, strict=True)), kept
 
 
-def _unflatten(kept: _AboutList | None, children: Iterable[Any]) -> Any:
+def _unflatten(kept: _AboutList | None, children: Iterable[PyTree]) -> Any:
     children = tuple(children)
     if kept is None:
         return list(children[0])
@@ -187,7 +195,7 @@ jax.tree_util.register_pytree_with_keys(Microbatches, _flatten_with_keys, _unfla
 
 
 @contextlib.contextmanager
-def of_arguments(tree: Any, paths: Iterable[Path]) -> Iterator[None]:
+def of_arguments(tree: PyTree, paths: Iterable[Path]) -> Iterator[None]:
     """Around a step that is traced with these arguments, `(args, kwargs)`; lists are known at `paths`."""
     for path in paths:
         if isinstance(xs := at(tree, path), Microbatches):
@@ -206,13 +214,13 @@ def numbers(tree: TreeDef) -> set[int]:
     return {x.number for x in parts if isinstance(x, Microbatches)}
 
 
-def path_of(xs: list, tree: Any) -> Path | None:
+def path_of(xs: list, tree: PyTree) -> Path | None:
     """Where a list stands in a pytree, as this object."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is xs)
     return next((path for path, x in found if x is xs), None)
 
 
-def at(tree: Any, path: Path) -> Any:
+def at(tree: PyTree, path: Path) -> PyTree:
     """What stands at a path, or None."""
     for key in path:
         try:
@@ -227,7 +235,7 @@ def at(tree: Any, path: Path) -> Any:
     return tree
 
 
-def flattened(tree: Any, known: Mapping[Path, list]) -> tuple[list, TreeDef, dict[int, Path]]:
+def flattened(tree: PyTree, known: Mapping[Path, list]) -> tuple[list, TreeDef, dict[int, Path]]:
     """The leaves and the structure of a pytree in which some lists are leaves, and which leaf is which of them.
 
     Args:

@@ -9,7 +9,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from mpmd.errors import StageError
-from mpmd.ops.lists import TreeDef
 from mpmd.ops.reductions import (
     Add,
     Mean,
@@ -18,6 +17,7 @@ from mpmd.ops.reductions import (
     dtype_of_sum,
     output_leaves,
 )
+from mpmd.pytrees import PyTree, TreeDef
 
 
 class Means:
@@ -32,13 +32,14 @@ class Means:
       operations: of what `sums` returns, once it has been called.
     """
 
-    def __init__(self, fun: Callable, operation: Any, weights: Callable | None, number: int | jax.Array):
+    def __init__(self, fun: Callable, operation: PyTree, weights: Callable | None, number: int | jax.Array):
         self._fun, self._operation, self._weights, self._number = fun, operation, weights, number
         self.operations: list[Operation] = []
-        self._dtypes: list[Any] = []  # of the outputs that are means, before they are weighed; None of the others
+        # Of the outputs that are means, before they are weighed; None of the others.
+        self._dtypes: list[np.dtype | None] = []
         self._tree: TreeDef = None
 
-    def sums(self, x: Any) -> list:
+    def sums(self, x: PyTree) -> list:
         """The leaves of `fun(x)`; those of means as what is to be summed, and last the weight of the microbatch."""
         outs, self._tree = output_leaves(self._fun(x), "treduce")
         given = broadcast_operation(self._operation, self._tree, "treduce")
@@ -61,7 +62,7 @@ class Means:
         x = jnp.asarray(x)
         return x.astype(dtype_of_sum(x.dtype))
 
-    def _weight_of(self, x: Any) -> jax.Array:
+    def _weight_of(self, x: PyTree) -> jax.Array:
         given = self._weights(x)  # pyright: ignore[reportOptionalCall]
         dtype = getattr(given, "dtype", type(given))
         is_number = any(jnp.issubdtype(dtype, of) for of in (jnp.integer, jnp.floating))
@@ -75,7 +76,7 @@ class Means:
             weight = weight.astype(np.int32 if jnp.issubdtype(weight.dtype, jnp.integer) else np.float32)
         return weight
 
-    def of(self, reduced: list) -> Any:
+    def of(self, reduced: list) -> PyTree:
         """The outputs of the loop, from what `sums` was reduced to."""
         reduced = list(reduced)
         number, widened = (self._number, False) if self._weights is None else (reduced.pop(), True)
@@ -90,7 +91,7 @@ def _scaled(x: jax.Array, weight: jax.Array) -> jax.Array:
     return scaled.astype(x.dtype) if x.dtype == jnp.bfloat16 else scaled
 
 
-def _divided(x: jax.Array, number: Any, dtype: Any) -> jax.Array:
+def _divided(x: jax.Array, number: int | jax.Array, dtype: np.dtype) -> jax.Array:
     mean = Mean().finish(x, _like(x, number))
     return mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
 

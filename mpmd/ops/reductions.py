@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
-from mpmd.ops.lists import TreeDef
+from mpmd.pytrees import PyTree, TreeDef
 from mpmd.users_frame import users_frame
 from scheduler.base.texts import counted
 
@@ -258,7 +258,7 @@ def is_number_or_array(x: object) -> bool:
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
-def output_leaves(outs: Any, name: str) -> tuple[list, TreeDef]:
+def output_leaves(outs: PyTree, name: str) -> tuple[list, TreeDef]:
     """The leaves of what a loop's function returns, and their structure.
 
     Raises:
@@ -274,7 +274,7 @@ def output_leaves(outs: Any, name: str) -> tuple[list, TreeDef]:
     return [x for _, x in found], tree
 
 
-def broadcast_operation(operation: Any, out_tree: TreeDef, name: str) -> tuple[Any, ...]:
+def broadcast_operation(operation: PyTree, out_tree: TreeDef, name: str) -> tuple[Any, ...]:
     """The operation of each output, from a pytree prefix; each class becomes one instance."""
     out = jax.tree.unflatten(out_tree, list(range(out_tree.num_leaves)))
     try:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from mpmd import _jax_compat as compat
 from mpmd.arrays.delegation import is_plain
 
-PyTree = TypeVar("PyTree")
+T = TypeVar("T")
 
 
 class MarkId:
@@ -37,7 +37,7 @@ mark_p.multiple_results = True
 
 
 @compat.api_boundary
-def mark_stage_end(x: PyTree, name: str | None = None) -> PyTree:
+def mark_stage_end(x: T, name: str | None = None) -> T:
     """Ends a pipeline stage here: returns `x`, and what is written after it belongs to the next stage.
 
     So does what does not depend on `x`: a second model that starts from the data, or a block's own projection of a
@@ -65,7 +65,7 @@ def mark_stage_end(x: PyTree, name: str | None = None) -> PyTree:
 
 
 @compat.api_boundary
-def mark_layer_end(x: PyTree, name: str | None = None) -> PyTree:
+def mark_layer_end(x: T, name: str | None = None) -> T:
     """Says that a pipeline stage may end here, and returns `x`. Of all such marks of a loop, some become stage ends.
 
     With more marks than stages, `mpmd.jit` chooses those that make a step fastest and fit the memory of the devices;
@@ -92,12 +92,12 @@ def mark_layer_end(x: PyTree, name: str | None = None) -> PyTree:
     return _mark(x, name, "mark_layer_end", optional=True)
 
 
-def end_of_role(x: PyTree, name: str) -> PyTree:
+def end_of_role(x: T, name: str) -> T:
     """`mark_stage_end` for what a role gives."""
     return _mark(x, name, f"role {name!r}", RoleEnd(name))
 
 
-def _mark(x: PyTree, name: str | None, function: str, role: RoleEnd | None = None, optional: bool = False) -> PyTree:
+def _mark(x: T, name: str | None, function: str, role: RoleEnd | None = None, optional: bool = False) -> T:
     """A mark that the user has made by `function`, which is what errors call it."""
     if name is not None and not isinstance(name, str):
         raise TypeError(

@@ -33,6 +33,7 @@ from mpmd.ops.reductions import (
     result_types,
 )
 from mpmd.ops.stage_end import mark_p, without
+from mpmd.pytrees import PyTree, TreeDef
 from mpmd.users_frame import users_frame
 from scheduler import Adaptive, Schedule
 from scheduler.base.texts import counted
@@ -73,14 +74,14 @@ class LoopInfo:
 @compat.api_boundary
 def treduce(
     fun: Callable,
-    xs: Any,
+    xs: PyTree,
     schedule: Schedule | str | None,
     *,
     axis: int = 0,
-    operation: Any = Add,
+    operation: PyTree = Add,
     cuts: Sequence[int] | None = None,
     weights: Callable | None = None,
-) -> Any:
+) -> PyTree:
     """Runs `fun` on each slice of `xs` along `axis` as a pipelined loop, and reduces its outputs.
 
     Microbatches of several shapes are a list: each entry is a microbatch, a pytree of arrays. Give the list as an
@@ -153,8 +154,14 @@ def treduce(
 
 
 def _treduce_list(
-    fun: Callable, xs: list, schedule: Any, axis: Any, operation: Any, cuts: Any, weights: Callable | None
-) -> Any:
+    fun: Callable,
+    xs: list,
+    schedule: Schedule | str | None,
+    axis: int,
+    operation: PyTree,
+    cuts: Sequence[int] | None,
+    weights: Callable | None,
+) -> PyTree:
     """`treduce` of a list: a loop for one microbatch that stands for all where the step is made a pipeline."""
     if axis != 0:
         raise StageError(f"treduce: axis is {axis!r}, and xs is a list, whose entries are whole microbatches.")
@@ -200,7 +207,7 @@ def _whole(x: jax.Array, index: jax.Array) -> jax.Array:
     return lax.dynamic_slice(x, (index, *[np.int32(0)] * (x.ndim - 1)), x.shape, allow_negative_indices=False)
 
 
-def _plain_list(fun: Callable, xs: list, operation: Any, weights: Callable | None) -> Any:
+def _plain_list(fun: Callable, xs: list, operation: PyTree, weights: Callable | None) -> PyTree:
     """The plain loop over a list; `fun` is traced once for each distinct shape."""
     # In a pipelined step the number belongs to the call: here, too, XLA must not divide by a constant.
     means = Means(fun, operation, weights, lax.optimization_barrier(jnp.int32(len(xs))))
@@ -221,7 +228,7 @@ def _plain_list(fun: Callable, xs: list, operation: Any, weights: Callable | Non
     return means.of([op.finish(acc, len(xs)) for op, acc in zip(means.operations, accs, strict=True)])
 
 
-def _run_of(means: Means, leaves: list, treedef: lists.TreeDef) -> tuple[Callable, list]:
+def _run_of(means: Means, leaves: list, treedef: TreeDef) -> tuple[Callable, list]:
     """From accumulators to those after a microbatch, traced for the shapes of its leaves, and the types of its outputs.
 
     Stage ends mark nothing in it.
@@ -249,9 +256,9 @@ def treduce_i(
     n: int,
     schedule: Schedule | str | None,
     *,
-    operation: Any = Add,
+    operation: PyTree = Add,
     cuts: Sequence[int] | None = None,
-) -> Any:
+) -> PyTree:
     """`treduce` over the microbatch index: runs `fun(i)` for i = 0 … n-1 (an int32 scalar) and reduces.
 
     Args, Returns, Raises: as `treduce`; `n` is the number of microbatches.
@@ -275,12 +282,12 @@ def _treduce(
     take: Callable,
     num_microbatches: int,
     schedule: Schedule | str | None,
-    operation: Any,
+    operation: PyTree,
     cuts: Sequence[int] | None,
     name: str,
     doubt: str | None = None,
     of: Microbatches | None = None,
-) -> Any:
+) -> PyTree:
     """Traces `take(index)` once and binds the loop; values it closes over become operands.
 
     Args:
@@ -291,7 +298,7 @@ def _treduce(
     cuts = _checked_cuts(cuts, schedule, name)
     if compat.setting("jax_disable_jit"):
         return _eager_loop(take, num_microbatches, operation, name)
-    out_tree: lists.TreeDef = None
+    out_tree: TreeDef = None
     frozen: dict[int, np.ndarray] = {}
 
     def flat(index):
@@ -328,7 +335,7 @@ def _with_own_constants(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
         else:
             own[v] = compat.Literal(np.asarray(c), v.aval)
 
-    def held(atoms: Sequence[Any]) -> list[Any]:
+    def held(atoms: Sequence[compat.Var | compat.Literal]) -> list[compat.Var | compat.Literal]:
         return [v if isinstance(v, compat.Literal) else own.get(v, v) for v in atoms]
 
     eqns = [e.replace(invars=held(e.invars)) for e in body.jaxpr.eqns]
@@ -356,7 +363,9 @@ def _varying(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
     return jax.make_jaxpr(varying)(jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here()))
 
 
-def _updated(operations: Sequence[Operation], accs: Sequence[Any], outs: Sequence[Any], index: Any) -> list:
+def _updated(
+    operations: Sequence[Operation], accs: Sequence[jax.Array], outs: Sequence[jax.Array], index: jax.Array
+) -> list:
     return [op.update(acc, x, index) for op, acc, x in zip(operations, accs, outs, strict=True)]
 
 
@@ -374,11 +383,11 @@ def _without_outer_refs(body: compat.ClosedJaxpr, name: str) -> compat.ClosedJax
     return body
 
 
-def _eager_loop(take: Callable, num_microbatches: int, operation: Any, name: str) -> Any:
+def _eager_loop(take: Callable, num_microbatches: int, operation: PyTree, name: str) -> PyTree:
     """The loop under `jax.disable_jit`: `take` sees the values of each microbatch in turn."""
     accs: list = []
     operations: tuple = ()
-    tree: lists.TreeDef = None
+    tree: TreeDef = None
     for i in range(num_microbatches):
         leaves, tree = output_leaves(take(jnp.int32(i)), name)
         leaves = [x if _is_float0(x) else jnp.asarray(x) for x in leaves]

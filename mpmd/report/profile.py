@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
+from mpmd.pytrees import PyTree
 from mpmd.report.chrome_trace import to_chrome_trace
 from mpmd.report.steps import Step
 from scheduler import Costs, Timeline
@@ -68,7 +69,7 @@ class Profile:
     ranks: tuple[tuple[int, ...], ...]
     loops: tuple[LoopFacts, ...]
     clock_error_s: float
-    result: Any = None
+    result: PyTree = None
 
     @functools.cached_property
     def typical(self) -> Step:

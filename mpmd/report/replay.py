@@ -293,7 +293,7 @@ def _slow(records: Mapping[int, Record]) -> Iterator[str]:
         yield from _host_times(rank, record)
 
 
-def _waited(samples: list[list[Any]]) -> dict[int, float]:
+def _waited(samples: list[list]) -> dict[int, float]:
     """By rank, the seconds that were spent waiting for it."""
     found: dict[int, float] = defaultdict(float)
     for before, after in pairwise([*samples, [samples[-1][1]]] if samples else []):

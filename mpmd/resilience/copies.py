@@ -26,6 +26,7 @@ from mpmd.arrays.mesh import Device
 from mpmd.arrays.sharding import Key
 from mpmd.errors import RankLostError
 from mpmd.job import audits
+from mpmd.pytrees import PyTree
 from mpmd.resilience import layout
 from mpmd.resilience.keeper import Version
 from mpmd.resilience.keepers import Address, Connection
@@ -79,7 +80,7 @@ class Copies:
         self._thread = threading.Thread(target=self._run, name="mpmd-copies", daemon=True)
         self._thread.start()
 
-    def keep(self, step: int, state: Any, signature: tuple | None = None) -> None:
+    def keep(self, step: int, state: PyTree, signature: tuple | None = None) -> None:
         """Keeps the state after a step; returns as soon as its copies have been started.
 
         Args:
@@ -243,7 +244,7 @@ def started(leaves: Sequence[Any], layout: StateLayout) -> Started:
     A copy is one that the device makes, in the order of its programs. So the next one may be given the memory.
     """
     values: list[Any] = [None] * len(layout.pieces)
-    data: dict[int, Any] = {}
+    data: dict[int, jax.Array] = {}
     shards: dict[Hashable, int] = {}  # the same shard may be cut into several pieces
     arrays: list[jax.Array] = []
     for i, piece in enumerate(layout.pieces):

@@ -33,6 +33,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+Message = dict[str, Any]  # of JSON
 TOKEN = "MPMD_KEEPER_TOKEN"
 _NONCE = 32
 _LARGEST_MESSAGE = 1 << 30
@@ -50,7 +51,7 @@ def send(connection: socket.socket, message: Mapping[str, object]) -> None:
     connection.sendall(struct.pack("!I", len(text)) + text)
 
 
-def receive(connection: socket.socket) -> dict[str, Any]:
+def receive(connection: socket.socket) -> Message:
     """The next message.
 
     Raises:
@@ -65,13 +66,13 @@ def receive(connection: socket.socket) -> dict[str, Any]:
         raise OSError(f"no message: {error}") from None
 
 
-def ask(connection: socket.socket, what: str, **fields: object) -> dict[str, Any]:
+def ask(connection: socket.socket, what: str, **fields: object) -> Message:
     """Sends a request and returns the answer, as `answer` does."""
     send(connection, {"ask": what, **fields})
     return answer(connection)
 
 
-def answer(connection: socket.socket) -> dict[str, Any]:
+def answer(connection: socket.socket) -> Message:
     """The answer to a request.
 
     Raises:

@@ -10,7 +10,6 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +20,7 @@ from mpmd.job import audits, exits, joining
 from mpmd.job.job import Job
 from mpmd.job.verdict import Board
 from mpmd.observe import ledger, rank_files
+from mpmd.pytrees import PyTree, TreeDef
 from mpmd.resilience import keepers, layout, restoring, versions
 from mpmd.resilience.copies import GONE, Copies, kept, say
 from mpmd.resilience.keeper import TOKEN
@@ -39,8 +39,14 @@ _is_running = False
 
 @compat.api_boundary
 def resilient(
-    body: Callable[[int, Any], Any], state: Any, num_steps: int, *, copies: int = 1, every: int = 1, start: int = 0
-) -> Any:
+    body: Callable[[int, PyTree], PyTree],
+    state: PyTree,
+    num_steps: int,
+    *,
+    copies: int = 1,
+    every: int = 1,
+    start: int = 0,
+) -> PyTree:
     """Calls `body` for each step, and goes on after the loss of processes with the bits of a run that lost none.
 
     Under `scripts/launch_multihost.sh --restarts R` each process keeps its part of the state after each step in the
@@ -89,8 +95,8 @@ def resilient(
 
 
 def _loop(
-    call: int, numbers: tuple[int, ...], body: Callable[[int, Any], Any], state: Any, names: Sequence[str]
-) -> Any:
+    call: int, numbers: tuple[int, ...], body: Callable[[int, PyTree], PyTree], state: PyTree, names: Sequence[str]
+) -> PyTree:
     own = keepers.own(os.environ, "127.0.0.1")
     job = joining.current()
     if job is None and own is None:
@@ -178,14 +184,14 @@ def _attempt(
     own: Address | None,
     call: int,
     numbers: tuple[int, ...],
-    body: Callable[[int, Any], Any],
-    state: Any,
+    body: Callable[[int, PyTree], PyTree],
+    state: PyTree,
     names: Sequence[str],
     notice: Notice,
     is_used_up: bool = False,
     is_new: bool = False,
     losses: _Losses | None = None,
-) -> Any:
+) -> PyTree:
     """The loop from the newest whole state on, until its end or the loss of a rank."""
     given = _Given(names, state)
     if own is not None:
@@ -287,7 +293,7 @@ _NUMBERS = {"num_steps": 0, "copies": 0, "every": 1, "start": 0}  # with the lea
 class _Given:
     """The state that a loop begins with, which each later one must be like."""
 
-    def __init__(self, names: Sequence[str], state: Any):
+    def __init__(self, names: Sequence[str], state: PyTree):
         self._names = names
         leaves, self._structure = jax.tree.flatten(state)
         self._leaves = [layout.describe(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
@@ -295,7 +301,7 @@ class _Given:
         self.alike = [f"{name} ({kind})" for name, kind in zip(names, kinds, strict=True)]
         self.signature: tuple | None = None  # of the newest state
 
-    def next(self, result: Any, step: int) -> Any:
+    def next(self, result: PyTree, step: int) -> PyTree:
         """The state that `body` returned.
 
         Raises:
@@ -323,12 +329,12 @@ class _Given:
         return state
 
 
-def _as_put_back(leaf: Any) -> Any:
+def _as_put_back(leaf: object) -> object:
     """A numpy array lies in memory as one that is put back does: numpy adds in the order of memory."""
     return np.require(leaf, requirements=["C", "A"]) if type(leaf) is np.ndarray else leaf
 
 
-def _structure(tree: Any) -> Any:
+def _structure(tree: PyTree) -> TreeDef | str:
     """The structure of a tree; of what is none, such as a dict of numbers and texts, why."""
     try:
         return jax.tree.structure(tree)
@@ -402,7 +408,9 @@ class _Meeting:
         })  # fmt: skip
         ranks.end_by(self._end, self._wait_until_kept)
 
-    def newest_readable(self, names: Sequence[str], state: Any, start: int, num_steps: int) -> tuple[Any, int] | None:
+    def newest_readable(
+        self, names: Sequence[str], state: PyTree, start: int, num_steps: int
+    ) -> tuple[PyTree, int] | None:
         """The newest state that all processes can read, in the layout of `state`, and the step whose result it is."""
         leaves, structure = jax.tree.flatten(state)
         whys: list[str] = []

@@ -11,7 +11,6 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -24,6 +23,7 @@ from mpmd.observe.records import Ran, RecordedTimes
 from mpmd.run.bindings import Bindings
 from mpmd.run.bound_instruction import MOVE, RECV, RUN
 from mpmd.run.run_ahead import after
+from mpmd.run.slots import SlotValues
 from mpmd.run.timing import Recorder, lanes_of
 from scheduler.base.bounded import BoundedDict
 
@@ -60,7 +60,7 @@ class Accounts:
         self.recorder: Recorder | None = None
 
     @contextlib.contextmanager
-    def call(self, bindings: Bindings, slots: Sequence[Any]) -> Iterator[Measured]:
+    def call(self, bindings: Bindings, slots: SlotValues) -> Iterator[Measured]:
         """Around a call.
 
         Args:

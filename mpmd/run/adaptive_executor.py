@@ -19,6 +19,7 @@ from mpmd.job import wires
 from mpmd.run.bound_instruction import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
 from mpmd.run.executor import Executor, Instruction
 from mpmd.run.run_ahead import after, give_up
+from mpmd.run.slots import SlotValues
 from scheduler import Adaptive
 from scheduler.programs.ahead import EventPlan, PlannedEvent, PlanProgress
 from scheduler.programs.jitter import kinds_ahead
@@ -114,7 +115,7 @@ class AdaptiveExecutor(Executor):
         bound, feeds = self.bindings.instructions, self._events.feeds
         return [tuple(bound[k].writes for k in found) for found in feeds]
 
-    def _walk(self, slots: list[Any], instructions: Sequence[Instruction], base: int) -> None:
+    def _walk(self, slots: SlotValues, instructions: Sequence[Instruction], base: int) -> None:
         """Does the instructions, each as soon as it may and is worth it."""
         self._is_free = not self._is_in_order
         if not self._is_free:
@@ -135,7 +136,12 @@ class AdaptiveExecutor(Executor):
         self._look_at(time.perf_counter() - start)
 
     def _go_along(
-        self, progress: PlanProgress, order: list[int], slots: list[Any], instructions: Sequence[Instruction], base: int
+        self,
+        progress: PlanProgress,
+        order: list[int],
+        slots: SlotValues,
+        instructions: Sequence[Instruction],
+        base: int,
     ) -> None:
         in_flight: dict[int, deque[Any]] = {g: deque() for g in self._programs.mesh.local_groups}
         late: list[Any] = []  # what tasks wait for
@@ -169,7 +175,7 @@ class AdaptiveExecutor(Executor):
                     time.sleep(_PAUSE_S)
 
 
-def _do(instruction: Instruction, slots: list[Any], base: int) -> Sequence[jax.Array]:
+def _do(instruction: Instruction, slots: SlotValues, base: int) -> Sequence[jax.Array]:
     """Does an instruction; what a program returns. (`Executor._walk` has this inline: a call takes time there.)"""
     code, act, reads, writes, frees, _ = instruction
     results: Sequence[jax.Array] = ()

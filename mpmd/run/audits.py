@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import Device, MpmdMesh
+from mpmd.compile.compiler import CompilerOptions
 from mpmd.compile.executable import Executable, on_mesh
 from mpmd.compile.step import StepPrograms
 from mpmd.graphs.body import Place
@@ -316,7 +317,7 @@ def check_audits(every: object, mesh: MpmdMesh) -> None:
         )
 
 
-def audited_options(options: Mapping[Any, Any] | None, mesh: MpmdMesh) -> Mapping[Any, Any] | None:
+def audited_options(options: CompilerOptions | None, mesh: MpmdMesh) -> CompilerOptions | None:
     """Compiler options with which two groups compute the same bits."""
     if mesh.lowering_mesh().devices.flat[0].platform != "gpu":
         return options
@@ -380,7 +381,7 @@ class _AuditedCall:
         return []
 
     def _again(
-        self, group: int, programs: StepPrograms, executable: Executable, reads: Sequence[Any], plan: Any
+        self, group: int, programs: StepPrograms, executable: Executable, reads: Sequence[Any], plan: plans.PlannedAudit
     ) -> Callable:
         """What an auditor does: the same program, on its own devices."""
         mesh = programs.mesh.groups[group]

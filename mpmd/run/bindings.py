@@ -6,7 +6,7 @@ Worked out once, before the first step. A step's values stand in one list; each 
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from mpmd.run.bound_calls import BoundCalls
 from mpmd.run.bound_instruction import ALIAS, RUN, BoundInstruction, Crossing, HostCall
 from mpmd.run.bound_transfers import BoundTransfers
 from mpmd.run.run_ahead import Limits
-from mpmd.run.slots import Slots
+from mpmd.run.slots import Slots, SlotValues
 from scheduler import Call, Free, Program, Recv, Run, Send, Value
 from scheduler.programs.merging import GroupInstruction
 
@@ -40,7 +40,7 @@ class Bindings:
     """
 
     instructions: Sequence[BoundInstruction]
-    template: list[Any]
+    template: SlotValues
     inputs: list[list[tuple[int, int]]]
     outputs: list[list[tuple[int, int]]]
     num_pieces: int

@@ -15,11 +15,12 @@ from mpmd.job import joining
 from mpmd.job.job import Job
 from mpmd.job.notes import note_of_tree, placed_text
 from mpmd.job.wires import NUMBER_BITS
+from mpmd.pytrees import PyTree
 from mpmd.run.routes import ValueRoute
 
 
 @compat.api_boundary
-def device_get(tree: Any) -> Any:
+def device_get(tree: PyTree) -> PyTree:
     """The values of a tree of MpmdArrays and jax.Arrays on the host.
 
     In several processes every one of them calls it with the same tree, and every one gets all values; what a process

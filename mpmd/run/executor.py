@@ -30,6 +30,7 @@ from mpmd.run.agreement import Announcement, Given, agree, plan_of, values_to_co
 from mpmd.run.bindings import Bindings, bind
 from mpmd.run.bound_instruction import MOVE, RECV, RUN, SEND
 from mpmd.run.run_ahead import give_up
+from mpmd.run.slots import SlotValues
 from mpmd.run.timing import Recorder
 from mpmd.tracing.trace import Trace
 from mpmd.users_frame import users_frame
@@ -118,7 +119,7 @@ class Executor:
                     self._run_once(slots, measured)
         return self._collect(slots)
 
-    def _run_once(self, slots: list[Any], measured: Measured | None = None) -> None:
+    def _run_once(self, slots: SlotValues, measured: Measured | None = None) -> None:
         with self._step() as base:
             instructions = self._chosen()
             self._walk(slots, instructions if measured is None else measured(instructions), base)
@@ -274,7 +275,7 @@ class Executor:
         self._next_piece += self.bindings.num_pieces
         return base
 
-    def _walk(self, slots: list[Any], instructions: Sequence[Instruction], base: int) -> None:
+    def _walk(self, slots: SlotValues, instructions: Sequence[Instruction], base: int) -> None:
         """Does the instructions one after the other."""
         number, begun, now = 0, self.flight.times, time.perf_counter
         try:
@@ -346,14 +347,14 @@ class Executor:
             for number, b in enumerate(self.bindings.instructions)
         ]
 
-    def _fill(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[Any]:
+    def _fill(self, arguments: Sequence[Mapping[int, jax.Array]]) -> SlotValues:
         slots = self.bindings.template.copy()
         for arrays, where in zip(arguments, self.bindings.inputs, strict=True):
             for group, slot in where:
                 slots[slot] = arrays[group]
         return slots
 
-    def _collect(self, slots: list[Any]) -> list[dict[int, jax.Array]]:
+    def _collect(self, slots: SlotValues) -> list[dict[int, jax.Array]]:
         return [{group: slots[slot] for group, slot in where} for where in self.bindings.outputs]
 
 

@@ -3,7 +3,6 @@
 import copy
 import functools
 from collections.abc import Iterator, Sequence, Set
-from typing import Any
 
 import jax
 import numpy as np
@@ -78,7 +77,7 @@ class Inputs:
         found._of_pieces = [*of_pieces, *([s] for _, _, s in more)]
         return found
 
-    def checked(self, args: Args, kwargs: Kwargs) -> list[Any]:
+    def checked(self, args: Args, kwargs: Kwargs) -> list[ArrayLike]:
         """The flat arguments, if they are those that the step was compiled for.
 
         Raises:

@@ -14,6 +14,8 @@ from mpmd.job.job import Job
 from mpmd.run import device_put
 from scheduler import Value
 
+SlotValues = list[Any]  # by slot: an array, or None where it is not there yet or no more
+
 
 class Slots:
     """Numbers the values that groups of this process hold.
@@ -95,9 +97,9 @@ class Slots:
             self._constants[slot] = value, target
         return slot
 
-    def template(self) -> list[Any]:
+    def template(self) -> SlotValues:
         """All slots before a step. The constants are put on devices at once."""
-        slots: list[Any] = [None] * len(self)
+        slots: SlotValues = [None] * len(self)
         if self._constants:
             values, targets = map(list, zip(*self._constants.values(), strict=True))
             placed = jax.device_put(values, targets) if self._is_alone else device_put.place_all(values, targets)

@@ -20,10 +20,11 @@ from mpmd.arrays.specs import trimmed, without_axis
 from mpmd.arrays.splits import Range
 from mpmd.errors import StageError
 from mpmd.ops import lists
+from mpmd.pytrees import PyTree, TreeDef
 from scheduler.base.texts import counted
 
-Args = tuple[Any, ...]  # of a call of the step, as the user gives them
-Kwargs = dict[str, Any]
+Args = tuple[PyTree, ...]  # of a call of the step, as the user gives them
+Kwargs = dict[str, PyTree]
 Fixed = tuple[tuple[int | str, type, object], ...]  # static arguments: position or name, type, value
 
 REF_ADVICE = "Pass what it holds (ref[...]) as an argument and return its new value. Refs made in the step are fine."
@@ -38,7 +39,7 @@ class CallArguments:
     num_args: int
     fixed: Fixed
     leaves: list
-    tree: lists.TreeDef
+    tree: TreeDef
     types: tuple
     key: Hashable
 
@@ -169,7 +170,9 @@ def _meshes(other: MpmdMesh, mesh: MpmdMesh) -> str:
     return f"on {other}, not {mesh}" if str(other) != str(mesh) else f"on other devices in {mesh}"
 
 
-def broadcast(shardings: Any, tree: Any, what: str, skip: Collection[int] = (), total: int | None = None) -> list[Any]:
+def broadcast(
+    shardings: PyTree, tree: TreeDef, what: str, skip: Collection[int] = (), total: int | None = None
+) -> list[Any]:
     """A flat list, one sharding per leaf of `tree`, from a pytree prefix."""
     if shardings is None:
         return [None] * tree.num_leaves

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
-from mpmd.ops.lists import TreeDef
+from mpmd.pytrees import TreeDef
 from mpmd.tracing.trace import Trace
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from typing import Any
 
 from mpmd.planning.plan import Plan
 from mpmd.tuning.predict import Prediction
@@ -31,7 +30,7 @@ class Configuration:
 
     schedule: Schedule | str
     num_microbatches: int
-    cuts: Any = None
+    cuts: tuple | None = None
     num_stages: int = 0
     prediction: Prediction | None = None
     num_elements: int = 1

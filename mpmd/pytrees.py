@@ -1,0 +1,6 @@
+"""Names for pytrees in annotations: JAX has no types for them."""
+
+from typing import Any
+
+PyTree = Any  # JAX's pytrees have no type of their own
+TreeDef = Any  # JAX's PyTreeDef, of which type checkers see a variable
