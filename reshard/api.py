@@ -23,6 +23,7 @@ from mpmd.arrays.specs import without_axis
 from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.job.job import Job
+from mpmd.pytrees import PyTree
 from reshard.moving.execute import execute
 from reshard.moving.plan import as_jax_would, describe, place_of, plan_leaves, raise_faults
 from reshard.moving.progress import Progress, ProgressCallback, Stats, how_far
@@ -47,13 +48,13 @@ def last_stats() -> Stats:
 @compat.api_boundary
 def spmd_to_mpmd_reshard(
     mpmd_mesh: MpmdMesh,
-    spmd_arrays: Any,
-    mpmd_shardings: Any,
+    spmd_arrays: PyTree,
+    mpmd_shardings: PyTree,
     threshold: int | str | None = None,
     donate: bool = True,
     *,
     progress: ProgressCallback | bool | None = None,
-) -> Any:
+) -> PyTree:
     """Brings arrays of any mesh, or numpy arrays, into groups.
 
     Every byte that a device lacks is brought to it once; what it has already stays where it is. On CPU devices the
@@ -98,13 +99,13 @@ def spmd_to_mpmd_reshard(
 @compat.api_boundary
 def mpmd_to_spmd_reshard(
     mpmd_mesh: MpmdMesh,
-    mpmd_arrays: Any,
-    spmd_shardings: Any,
+    mpmd_arrays: PyTree,
+    spmd_shardings: PyTree,
     threshold: int | str | None = None,
     donate: bool = True,
     *,
     progress: ProgressCallback | bool | None = None,
-) -> Any:
+) -> PyTree:
     """Brings arrays of groups onto any mesh, or to the host as numpy arrays (`reshard.HostMemory()`).
 
     The arguments and errors are those of `spmd_to_mpmd_reshard`.
@@ -127,13 +128,13 @@ def mpmd_to_spmd_reshard(
 
 @compat.api_boundary
 def mpmd_to_mpmd_reshard(
-    mpmd_arrays: Any,
-    mpmd_shardings: Any,
+    mpmd_arrays: PyTree,
+    mpmd_shardings: PyTree,
     threshold: int | str | None = None,
     donate: bool = True,
     *,
     progress: ProgressCallback | bool | None = None,
-) -> Any:
+) -> PyTree:
     """Brings arrays of groups to other groups, of the same mesh or another one.
 
     The arguments and errors are those of `spmd_to_mpmd_reshard`.
@@ -161,14 +162,14 @@ def _fault_of_target(target: object, mpmd_mesh: MpmdMesh | None) -> str | None:
 @compat.no_mesh()
 @without_collection()
 def _reshard(
-    tree: Any,
-    shardings: Any,
+    tree: PyTree,
+    shardings: PyTree,
     name: str,
     check: Callable[[object, object], str | None],
     threshold: int | str | None,
     donate: bool,
     progress: ProgressCallback | bool | None,
-) -> Any:
+) -> PyTree:
     global _last_stats
     paths, sources, treedef = flatten(tree)
     job = joining.current()

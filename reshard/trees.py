@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
+from mpmd.pytrees import PyTree, TreeDef
 from reshard.places import EveryHost, HostMemory
 from scheduler.base.texts import counted
 
@@ -23,13 +24,13 @@ def sharding_of(leaf: Any) -> Any:
     return leaf.mpmd_sharding if isinstance(leaf, MpmdArray) else getattr(leaf, "sharding", None)
 
 
-def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
+def flatten(tree: PyTree) -> tuple[list[str], list[Any], TreeDef]:
     """The names of all leaves, as one writes them after the tree's own name, the leaves, and the structure."""
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, MpmdArray))
     return [jax.tree_util.keystr(path) for path, _ in with_paths], [leaf for _, leaf in with_paths], treedef
 
 
-def broadcast(shardings: Any, tree: Any, name: str, is_leaf: Callable[[Any], bool] = is_sharding) -> list[Any]:
+def broadcast(shardings: PyTree, tree: PyTree, name: str, is_leaf: Callable[[object], bool] = is_sharding) -> list[Any]:
     """One sharding for each leaf of `tree`, from a tree of shardings (or what `is_leaf` says) that may end early.
 
     Raises:

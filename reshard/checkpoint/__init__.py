@@ -9,7 +9,6 @@ import collections
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path as File
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +17,7 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.observe import ledger
+from mpmd.pytrees import PyTree
 from reshard.checkpoint import leaf_handler
 from reshard.checkpoint.alike import about_save, compared_restore
 from reshard.checkpoint.commit import Working
@@ -43,7 +43,7 @@ leaf_handler.register()
 @compat.api_boundary
 def save(
     path: str | os.PathLike[str],
-    tree: Any,
+    tree: PyTree,
     *,
     use_zarr3: bool = False,
     timeout_s: int = 300,
@@ -112,14 +112,14 @@ def save(
 @compat.api_boundary
 def restore(
     path: str | os.PathLike[str],
-    like: Any,
-    shardings: Any = None,
+    like: PyTree,
+    shardings: PyTree = None,
     *,
     partial: bool = False,
     mapping: str | File | Mapping | None = None,
     reads: Reads | None = None,
     threshold: int | str | None = None,
-) -> Any:
+) -> PyTree:
     """Restores a checkpoint into any layout, whoever wrote it and on whatever mesh.
 
     Each process reads only the bytes that its devices need, rounded up to whole chunks, once whatever the number of
@@ -173,7 +173,7 @@ def _how_much_is_read(folder: File, reads: Reads) -> tuple[str, float]:
     return f"restore: {human(done)} of {human(whole)} read of {folder}", min(1.0, done / max(1, whole))
 
 
-def _how_much_is_written(folder: File, tree: Any, written: Sequence[int]) -> Callable[[], tuple[str, float]]:
+def _how_much_is_written(folder: File, tree: PyTree, written: Sequence[int]) -> Callable[[], tuple[str, float]]:
     """What `waiting` shows of a save. Of several processes, each is taken to write as much as the others.
 
     Args:
@@ -197,7 +197,7 @@ def _check_path(folder: File) -> None:
         )
 
 
-def _check_leaves(tree: Any) -> None:
+def _check_leaves(tree: PyTree) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     faults = [
         f"{'/'.join(tree_path(keys)) or 'the tree'}: {fault}"

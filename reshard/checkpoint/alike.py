@@ -7,13 +7,13 @@ for each other.
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.job import joining
 from mpmd.job.notes import placed_text
+from mpmd.pytrees import PyTree
 from reshard.checkpoint.matching import tree_path
 from reshard.checkpoint.requests import Request
 from reshard.storage.identity import identity
@@ -23,7 +23,7 @@ from reshard.storage.stored import Checkpoint, absolute
 _MAX_COMPARED = 1000
 
 
-def about_save(path: Any, tree: Any) -> dict[str, str]:
+def about_save(path: str | os.PathLike[str], tree: PyTree) -> dict[str, str]:
     """What all processes that save a tree have alike."""
     if jax.process_count() == 1:
         return {}

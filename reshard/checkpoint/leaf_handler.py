@@ -23,6 +23,7 @@ from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
 from mpmd.job import joining
+from mpmd.pytrees import PyTree
 from reshard._orbax_compat import (
     GLOBAL_TYPE_HANDLER_REGISTRY,
     RANDOM_KEY_IMPL,
@@ -239,7 +240,7 @@ def nbytes_written() -> int:
     return sum(value.get("value", 0) for metric in metrics for value in metric["values"])
 
 
-def write_tree(folder: File, tree: Any, *, use_zarr3: bool, use_compression: bool) -> None:
+def write_tree(folder: File, tree: PyTree, *, use_zarr3: bool, use_compression: bool) -> None:
     """Writes a checkpoint with bounded memory and returns when it is finished."""
     processes = all_processes()
     # A limiter waits for less than its bound; what Orbax writes at once of a jax.Array is a shard.
@@ -277,7 +278,7 @@ def _beside(before: object) -> MpmdLeaves:
     return handler
 
 
-def _described(tree: Any) -> Any:
+def _described(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: abstract(leaf) if isinstance(leaf, MpmdArray) else leaf, tree)
 
 

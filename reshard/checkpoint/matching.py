@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 
 from mpmd.arrays import keys
 from mpmd.errors import ReshardError
+from mpmd.pytrees import PyTree, TreeDef
 from reshard.checkpoint.reading import key_dtype
 from reshard.checkpoint.requests import Request, abstract
 from reshard.storage.paths import parts_of, show
@@ -67,7 +68,7 @@ def _text(leaf: Leaf) -> str:
     return type_text(*type_of(leaf)) if leaf.is_array else "a string"
 
 
-def requests_of(like: Any, shardings: Any) -> tuple[list[Request], Any]:
+def requests_of(like: PyTree, shardings: PyTree) -> tuple[list[Request], TreeDef]:
     """A request for each leaf of `like`, and the structure of the tree.
 
     Raises:

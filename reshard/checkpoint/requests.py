@@ -15,6 +15,7 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box, device_boxes
 from mpmd.arrays.sharding import Key, MpmdSharding
 from mpmd.errors import ReshardError
+from mpmd.pytrees import PyTree
 from reshard.places import is_local
 from reshard.trees import broadcast, sharding_of
 from scheduler.base.texts import a, type_text
@@ -23,7 +24,7 @@ Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
 
 
-def abstract(tree: Any, shardings: Any = None) -> Any:
+def abstract(tree: PyTree, shardings: PyTree = None) -> PyTree:
     """The tree of descriptions that says what a checkpoint is to be restored into.
 
     It is what Orbax's own `StandardRestore(...)` and `checkpoint_utils.construct_restore_args(...)` take.
@@ -43,7 +44,7 @@ def abstract(tree: Any, shardings: Any = None) -> Any:
     return jax.tree.unflatten(treedef, [_describe(leaf, s) for leaf, s in zip(leaves, places, strict=True)])
 
 
-def _describe(leaf: Any, sharding: Any) -> Any:
+def _describe(leaf: Any, sharding: object) -> Any:
     sharding = sharding_of(leaf) if sharding is None else sharding
     if sharding is None:
         return leaf

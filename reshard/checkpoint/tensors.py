@@ -15,6 +15,7 @@ from mpmd.arrays import keys
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
+from mpmd.pytrees import PyTree
 from reshard.checkpoint.commit import Working
 from reshard.checkpoint.matching import tree_path
 from reshard.checkpoint.requests import Request
@@ -92,7 +93,7 @@ class TensorFormat:
     file_size: int | str = FILE_NBYTES
 
 
-def save_tensors(working: Working, tree: Any, how: TensorFormat, timeout_s: int, written: list[int]) -> None:
+def save_tensors(working: Working, tree: PyTree, how: TensorFormat, timeout_s: int, written: list[int]) -> None:
     """Writes the folder; every process calls it. When it returns, the folder is complete but not yet in place.
 
     Args:
@@ -112,7 +113,7 @@ def save_tensors(working: Working, tree: Any, how: TensorFormat, timeout_s: int,
         files.finish(folder)
 
 
-def _arrays(tree: Any) -> Iterator[tuple[Path, Value]]:
+def _arrays(tree: PyTree) -> Iterator[tuple[Path, Value]]:
     for where, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = tuple([Key(name) for name in tree_path(where)])
         yield path, leaf if isinstance(leaf, (jax.Array, str, bytes)) else np.asarray(leaf)
@@ -135,7 +136,9 @@ def _leaf(path: Path, array: Value) -> Leaf:
     return Leaf(path, "jax.Array", tuple(array.shape), np.dtype(array.dtype), tuple(array.shape))
 
 
-def _write(folder: File, files: TensorFiles, arrays: dict[Path, Any], entries: list[Entry], written: list[int]) -> None:
+def _write(
+    folder: File, files: TensorFiles, arrays: dict[Path, Value], entries: list[Entry], written: list[int]
+) -> None:
     tensors_of = _tensors_of(entries)
     with TensorWriter(folder, files) as writer:
         for path, array in arrays.items():

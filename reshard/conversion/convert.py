@@ -14,9 +14,9 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path as File
-from typing import Any
 
 import numpy as np
+import tensorstore as ts
 
 from mpmd.errors import ReshardError
 from reshard.conversion import copying
@@ -222,7 +222,7 @@ def _write(conversion: Conversion, working: File, copier: Copier) -> None:
         return _write_tensors(working, conversion.tensors, copier)
     from reshard.conversion import orbax_writer
 
-    async def fill(targets: dict[int, Any]) -> None:
+    async def fill(targets: dict[int, ts.TensorStore]) -> None:
         await copier.copy(functools.partial(orbax_writer.write_boxes, targets))
 
     def value(entry: Entry) -> object:

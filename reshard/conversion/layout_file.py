@@ -137,7 +137,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _mapping(value: Any, name: str, known: set[str], faults: list[str]) -> Mapping[str, Any]:
+def _mapping(value: object, name: str, known: set[str], faults: list[str]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         faults.append(f"{name} is {value!r}, but must have the entries {', '.join(sorted(known))}")
         return {}

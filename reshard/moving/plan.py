@@ -17,6 +17,7 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
+from mpmd.pytrees import PyTree
 from reshard.moving.rounds import Loads, Packer, Round
 from reshard.moving.route import Places, Route, build
 from reshard.moving.shards import Layout, cuts, layout, unit_shape
@@ -153,7 +154,7 @@ class ReshardPlan:
 
 @compat.api_boundary
 def plan(
-    arrays_or_avals: Any, from_shardings: Any, to_shardings: Any, threshold: int | str | None = None
+    arrays_or_avals: PyTree, from_shardings: PyTree, to_shardings: PyTree, threshold: int | str | None = None
 ) -> ReshardPlan:
     """Plans a reshard without touching data.
 

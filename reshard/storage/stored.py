@@ -11,9 +11,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as File
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import jax
@@ -29,6 +29,8 @@ from reshard.storage.arrays import Reads, StoredArray, ZarrArray
 from reshard.storage.paths import Key, Path, dotted, show
 from scheduler.base.files import parse_json, read_text
 from scheduler.base.texts import type_text
+
+T = TypeVar("T")
 
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 EMPTY_TYPES = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}
@@ -136,7 +138,7 @@ class Checkpoint:
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
     @functools.cached_property
-    def _texts(self) -> Any:
+    def _texts(self) -> Mapping[str, str]:
         return _read_json(self.folder / "_strings.json")
 
     def spec(self, path: Path) -> dict[str, Any]:
@@ -316,7 +318,7 @@ async def all_of(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
     return results
 
 
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
+async def _awaited(awaitable: Awaitable[T]) -> T:
     return await awaitable
 
 

@@ -5,7 +5,6 @@ subscriber where the others are.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -14,6 +13,7 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.job.job import Job
+from mpmd.pytrees import PyTree
 from reshard.streams.receiving import Subscription
 from reshard.streams.sending import Sender
 from reshard.streams.serving import FarShelf, ShelfServer
@@ -29,7 +29,7 @@ _published: dict[str, tuple[ShelfServer, dict[str, Sender]]] = {}
 
 @compat.api_boundary
 @compat.no_mesh()
-def publish(name: str, tree: Any, version: int, *, address: str, token: str) -> None:
+def publish(name: str, tree: PyTree, version: int, *, address: str, token: str) -> None:
     """Publishes a version of a tree for other jobs; starts its copies to the memory of the host, and returns.
 
     The next step may be called at once, also where it is donated the arrays. All processes of the job call it alike.
@@ -98,7 +98,7 @@ def _new_sender(name: str, job: Job | None, ranks: Sequence[int], server: ShelfS
 
 
 @compat.api_boundary
-def subscribe(address: str, like: Any, shardings: Any, *, token: str) -> Subscription:
+def subscribe(address: str, like: PyTree, shardings: PyTree, *, token: str) -> Subscription:
     """Subscribes to a tree that another job publishes, of any size and layout.
 
     Args:

@@ -23,11 +23,12 @@ from mpmd.arrays.mesh import is_local
 from mpmd.errors import ReshardError
 from mpmd.job.job import Job
 from mpmd.job.verdict import SECONDHAND
+from mpmd.pytrees import PyTree, TreeDef
 from mpmd.resilience.layout import SHARED, KeptLeaf
 from mpmd.resilience.restoring import assembled
 from reshard.places import aligned_empty
 from reshard.streams import renaming
-from reshard.streams.renaming import Origins
+from reshard.streams.renaming import Names, Origins
 from reshard.streams.sending import name_of
 from reshard.streams.serving import FarShelf, NearShelf, SentPart
 from reshard.trees import broadcast, fault_of_sharding, is_sharding
@@ -64,7 +65,8 @@ class _ReceivePlan:
     """
 
     def __init__(
-        self, descriptions: Sequence[str], near: tuple[int, Mapping[int, list[Box]]] | None, places: Any, names: Any,
+        self, descriptions: Sequence[str], near: tuple[int, Mapping[int, list[Box]]] | None, places: PyTree,
+        names: Names | None,
         part_nbytes: int,
     ):  # fmt: skip
         told = [json.loads(text) for text in descriptions]
@@ -117,7 +119,7 @@ class _ReceivePlan:
             for box in self._wanted[target]
         }
 
-    def tree(self, buffers: Mapping[tuple[int, Box], np.ndarray]) -> Any:
+    def tree(self, buffers: Mapping[tuple[int, Box], np.ndarray]) -> PyTree:
         """The tree of arrays, when all parts are in their places."""
         arrays: list[object] = []
         for target, (about, place) in enumerate(zip(self._targets, self._placed, strict=True)):
@@ -132,8 +134,8 @@ class _ReceivePlan:
 
 
 def _matched(
-    made: Mapping[str, tuple[KeptLeaf, Origins]], tree: str | None, places: Any, same: bool
-) -> tuple[Any, list[Any], list[tuple[KeptLeaf, Origins]]]:
+    made: Mapping[str, tuple[KeptLeaf, Origins]], tree: str | None, places: PyTree, same: bool
+) -> tuple[TreeDef, list[jax.sharding.Sharding], list[tuple[KeptLeaf, Origins]]]:
     """The structure of the received tree, and for each of its leaves the sharding and what it is made of."""
     found, treedef = jax.tree_util.tree_flatten_with_path(places, is_leaf=is_place)
     names, placed = [name_of(path) for path, _ in found], [place for _, place in found]
@@ -227,7 +229,7 @@ class Subscription:
 
     def __init__(
         self, what: str, job: Job | None, ranks: Sequence[int], senders: Sequence[int],
-        connect: Callable[[], Iterable[NearShelf | FarShelf]], places: Any, names: Any = None,
+        connect: Callable[[], Iterable[NearShelf | FarShelf]], places: PyTree, names: Names | None = None,
         part_nbytes: int | None = None,
     ):  # fmt: skip
         self._what, self._job, self._rank, self._ranks = what, job, 0 if job is None else job.rank, sorted(ranks)
@@ -248,13 +250,13 @@ class Subscription:
         return self._bytes_before + sum(shelf.bytes_received for shelf in self._shelves)
 
     @overload
-    def receive(self, *, wait: Literal[True] = True) -> tuple[Any, int]: ...
+    def receive(self, *, wait: Literal[True] = True) -> tuple[PyTree, int]: ...
     @overload
-    def receive(self, *, wait: bool) -> tuple[Any, int] | None: ...
+    def receive(self, *, wait: bool) -> tuple[PyTree, int] | None: ...
 
     @compat.api_boundary
     @compat.no_mesh()
-    def receive(self, *, wait: bool = True) -> tuple[Any, int] | None:
+    def receive(self, *, wait: bool = True) -> tuple[PyTree, int] | None:
         """Receives the newest version that all senders have, once; those between are skipped.
 
         All processes that have a target device call it alike, and get the same version. What was dispatched before

@@ -1,6 +1,7 @@
 """What each received tensor is made of: the sent one of its name, or what a mapping says."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from mpmd.resilience.layout import SHARED, KeptLeaf
 
+Names = str | Path | Mapping  # a mapping file, or its content
 # What a part of a sent box is in the received tensor: the part, its box there, and how the axes change.
 Moves = Callable[[Box], Iterator[tuple[Box, Box, Any]]]
 # For a box of the received tensor: the sent tensors and their boxes that it is made of.
@@ -24,7 +26,7 @@ def identity(leaves: Sequence[KeptLeaf]) -> dict[str, tuple[KeptLeaf, Origins]]:
     return {about.name: (about, origins(i)) for i, about in enumerate(leaves)}
 
 
-def renamed(leaves: Sequence[KeptLeaf], names: Any) -> dict[str, tuple[KeptLeaf, Origins]]:
+def renamed(leaves: Sequence[KeptLeaf], names: Names) -> dict[str, tuple[KeptLeaf, Origins]]:
     """The tensors that a mapping makes of the sent ones, in the direction that fits.
 
     Args:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +18,7 @@ from mpmd.arrays.mesh import is_local
 from mpmd.errors import ReshardError
 from mpmd.job.job import Job
 from mpmd.job.notes import Note
+from mpmd.pytrees import PyTree, TreeDef
 from mpmd.resilience import copies, layout
 from mpmd.resilience.layout import SHARED, KeptLeaf, KeptPiece, StateLayout
 from reshard.streams.shelf import Shelf, Shelved
@@ -55,7 +55,7 @@ class Sender:
         threading.Thread(target=self._run, name="mpmd-stream-send", daemon=True).start()
         atexit.register(self._idle.wait, _AT_EXIT_S)
 
-    def send(self, tree: Any, shardings: Any, version: int) -> None:
+    def send(self, tree: PyTree, shardings: PyTree, version: int) -> None:
         """Starts the copies of a version and returns.
 
         Waits first until all senders have the version before on their shelves, which no receiver can delay.
@@ -182,7 +182,7 @@ def _fits(leaf: jax.Array, sharding: jax.sharding.Sharding) -> bool:
     return isinstance(leaf, MpmdArray) == hasattr(sharding, "mpmd_mesh") and sharding.is_equivalent_to(held, leaf.ndim)
 
 
-def _described(tree: Any, treedef: Any) -> tuple[list[str], str | None]:
+def _described(tree: PyTree, treedef: TreeDef) -> tuple[list[str], str | None]:
     """The names of the tensors, and the structure of the tree where it is made of the containers that JAX knows."""
     paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, MpmdArray))
     try:

@@ -5,7 +5,6 @@ import json
 import secrets
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax
 
@@ -13,8 +12,10 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.job.job import Job
+from mpmd.pytrees import PyTree
 from reshard.sizes import threshold_nbytes
 from reshard.streams.receiving import Subscription, is_place, shown
+from reshard.streams.renaming import Names
 from reshard.streams.sending import Sender
 from reshard.streams.serving import FarShelf, NearShelf, ShelfServer
 
@@ -31,7 +32,9 @@ class Stream(Subscription):
         source_ranks, target_ranks: the processes that send, and those that receive.
     """
 
-    def __init__(self, source_shardings: Any, target_shardings: Any, part_nbytes: int | None, names: Any):
+    def __init__(
+        self, source_shardings: PyTree, target_shardings: PyTree, part_nbytes: int | None, names: Names | None
+    ):
         self._sources, self.source_ranks = _plain(source_shardings, "source_shardings")
         self.target_ranks = _plain(target_shardings, "target_shardings")[1]
         job = joining.current()
@@ -90,7 +93,7 @@ class Stream(Subscription):
 
     @compat.api_boundary
     @compat.no_mesh()
-    def send(self, tree: Any, version: int) -> None:
+    def send(self, tree: PyTree, version: int) -> None:
         """Sends a version: starts its copies to the memory of the host, and returns.
 
         The next step may be called at once, also where it is donated the arrays. If all senders have not got the
@@ -116,7 +119,7 @@ class Stream(Subscription):
             self._server.close()
 
 
-def _plain(shardings: Any, name: str) -> tuple[Any, tuple[int, ...]]:
+def _plain(shardings: PyTree, name: str) -> tuple[PyTree, tuple[int, ...]]:
     """The shardings without dtypes, and the processes of their devices.
 
     Raises:
@@ -140,7 +143,11 @@ def ranks_of_shardings(shardings: Iterable[jax.sharding.Sharding]) -> tuple[int,
 
 @compat.api_boundary
 def stream(
-    source_shardings: Any, target_shardings: Any, *, threshold: int | str | None = None, names: Any = None
+    source_shardings: PyTree,
+    target_shardings: PyTree,
+    *,
+    threshold: int | str | None = None,
+    names: Names | None = None,
 ) -> Stream:
     """Opens a stream: versions of a tree flow from the source shardings to the target shardings, each whole.
 
