@@ -177,7 +177,7 @@ def check(options: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(timeline: Timeline) -> dict[str, Any]:
+def _facts(timeline: Timeline) -> dict[str, object]:
     return {
         "name": timeline.name,
         "groups": timeline.num_groups,

@@ -1,6 +1,6 @@
 """Programs as plain data, to be written to a file and read again."""
 
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from scheduler.programs.instructions import Call, Free, Instruction, Program, Recv, Run, Send, Value
 from scheduler.task import Task
@@ -19,7 +19,7 @@ def to_data(program: Program) -> dict[str, object]:
     }
 
 
-def of_data(data: dict[str, Any]) -> Program:
+def of_data(data: Mapping) -> Program:
     """The inverse of `to_data`.
 
     Raises:
@@ -36,7 +36,7 @@ def of_data(data: dict[str, Any]) -> Program:
     )
 
 
-def _read_values(values: Any) -> tuple[Value, ...]:
+def _read_values(values: Iterable[Iterable]) -> tuple[Value, ...]:
     return tuple(Value(*value) for value in values)
 
 
@@ -54,7 +54,7 @@ def _instruction(instruction: Instruction) -> list[object]:
             return ["free", value]
 
 
-def _read(row: list[Any]) -> Instruction:
+def _read(row: list) -> Instruction:
     match row:
         case ["run", tasks, reads, writes, donates, loop]:
             first, *also = map(Task.parse, tasks)
