@@ -270,9 +270,12 @@ def test_one_list_for_two_arguments():
                 np.testing.assert_array_equal(got, want)
 
 
-def test_threads_that_call_one_step_get_what_belongs_to_their_lists():
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_threads_that_call_one_step_get_what_belongs_to_their_lists(schedule):
     scaled = lambda x: mpmd.mark_stage_end(x * 2).sum()  # noqa: E731
-    step = mpmd.jit(lambda xs: mpmd.treduce(scaled, xs, operation=mpmd.Concat(), schedule="1f1b"), mpmd_mesh=groups(2))
+    step = mpmd.jit(
+        lambda xs: mpmd.treduce(scaled, xs, operation=mpmd.Concat(), schedule=schedule), mpmd_mesh=groups(2)
+    )
     xs = [np.full(4, i, np.float32) for i in range(4)]
     calls = [mpmd.Reordered(xs, order) for order in ((0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2))] + [xs[:3], xs[1:]]
     expected = [[8 * x[0] for x in given] for given in calls]

@@ -322,7 +322,8 @@ def test_new_values_of_a_closed_over_array_need_a_new_jit_and_get_it():
         assert_same(host(evaluate(params, xs)), host(build(plain_loop(), scale)(params, xs)), 2e-5)
 
 
-def test_what_the_user_does_with_a_captured_array_does_not_reach_the_step():
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_what_the_user_does_with_a_captured_array_does_not_reach_the_step(schedule):
     """On CPU devices an array may stay where numpy has it (where that begins at a multiple of 64 bytes)."""
     memory = np.zeros(4 * 64 + 16, np.float32)
     first = (-memory.ctypes.data % 64) // 4
@@ -332,7 +333,7 @@ def test_what_the_user_does_with_a_captured_array_does_not_reach_the_step():
 
     def step(w, xs):
         loss = lambda w, x: jnp.mean((mpmd.mark_stage_end(x @ w) @ table) ** 2)  # noqa: E731
-        grads = mpmd.treduce(lambda x: jax.grad(loss)(w, x), xs, schedule="1f1b")
+        grads = mpmd.treduce(lambda x: jax.grad(loss)(w, x), xs, schedule)
         return w - 0.01 * grads - 0.1 * (w - start)
 
     xs, expected = np.ones((2, 3, 64), np.float32), np.ones((64, 4), np.float32)

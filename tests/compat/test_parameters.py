@@ -220,7 +220,8 @@ def test_programs_with_inner_jaxprs_run_in_groups_of_two_as_under_jit(mesh):
         np.testing.assert_array_equal(found, plain[name], err_msg=name)
 
 
-def test_a_ref_inside_of_a_loop_trains_as_under_jit_and_one_of_its_surroundings_is_refused(mesh):
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_ref_inside_of_a_loop_trains_as_under_jit_and_one_of_its_surroundings_is_refused(mesh, schedule):
     def block(w, x):
         ref = jax.new_ref(jnp.zeros_like(x))
 
@@ -239,7 +240,7 @@ def test_a_ref_inside_of_a_loop_trains_as_under_jit_and_one_of_its_surroundings_
     ws, xs = [np.eye(4, dtype=np.float32) / 2] * 2, np.linspace(0, 1, 16, dtype=np.float32).reshape(2, 2, 4)
     plain = jax.jit(lambda ws, xs: step(ws, xs, None))(ws, xs)
     jitted = functools.partial(mpmd.jit, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"))
-    found = jitted(lambda ws, xs: step(ws, xs, "1f1b"))(ws, xs)
+    found = jitted(lambda ws, xs: step(ws, xs, schedule))(ws, xs)
     jax.tree.map(np.testing.assert_array_equal, found, plain)
 
     def counted(xs):
@@ -261,7 +262,7 @@ def test_a_ref_inside_of_a_loop_trains_as_under_jit_and_one_of_its_surroundings_
     )
 
     def kept(xs, memory):
-        memory[...] += mpmd.treduce(lambda x: mpmd.mark_stage_end(x * 2).sum(), xs, schedule="1f1b")
+        memory[...] += mpmd.treduce(lambda x: mpmd.mark_stage_end(x * 2).sum(), xs, schedule)
 
     memory = jax.new_ref(jnp.zeros(()))
     for call, error, text in (

@@ -138,7 +138,6 @@ def test_what_lies_in_the_memory_of_the_host_is_audited_too():
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state[1])} == {"pinned_host"}
 
 
-@pytest.mark.exhaustive
 def test_threads_may_call_an_audited_step():
     params, step = params_of(2), step_with(scheduler.OneFOneB(2))
     mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
@@ -149,6 +148,7 @@ def test_threads_may_call_an_audited_step():
             assert [*threads.map(lambda i: float(audited(params, batch(i))[1]), range(4))] == expected
 
 
+@pytest.mark.exhaustive
 def test_ten_thousand_audits_without_a_fault_raise_no_alarm():
     step = mpmd.jit(step_with(scheduler.OneFOneB(4)), mpmd_mesh=mesh_of(), donate_argnums=0, audit_every=1)
     params = params_of()
