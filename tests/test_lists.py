@@ -492,6 +492,7 @@ def test_mistakes_are_told():
         mpmd.jit(made, mpmd_mesh=groups(2))(np.eye(WIDTH, dtype=np.float32), xs)
 
 
+@pytest.mark.slow
 def test_microbatches_may_hold_typed_keys():
     """Nothing stands in for the keys of a microbatch where the step's own arguments are placed."""
 

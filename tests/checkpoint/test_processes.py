@@ -97,6 +97,7 @@ def test_a_checkpoint_manager_of_many_processes_keeps_steps_that_others_restore(
         assert [one["step"] for one in found] == [2] * num_processes
 
 
+@pytest.mark.slow
 def test_a_manager_that_is_told_its_processes_waits_for_them_without_a_computation(tmp_path):
     (tmp_path / "run").mkdir()
     saved = run("manager", 2, 2, path=str(tmp_path / "run"), groups=2, steps=2, named=True)

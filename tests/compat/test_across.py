@@ -142,7 +142,11 @@ def test_outside_of_mpmd_jit_they_are_plain_jax():
 # --- place ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(SCHEDULES[0], marks=pytest.mark.exhaustive), SCHEDULES[1]], ids=str)
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(SCHEDULES[0], marks=pytest.mark.exhaustive), pytest.param(SCHEDULES[1], marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_values_are_placed_where_the_user_says(schedule):
     mesh = mpmd.MpmdMesh(make_mesh(4, AxisType.Auto, ("data",)), "stage")
 

@@ -101,6 +101,7 @@ def test_arguments_have_the_types_of_computed_values(axes):
     assert {axes for types in seen for s in types for axes in s.spec.partitions} == {None}
 
 
+@pytest.mark.slow
 def test_a_function_that_both_jax_and_a_step_have_traced_is_right_in_both():
     mesh = make_mesh(2, AxisType.Explicit, ("data",))
     rows = P("data", None)
@@ -182,7 +183,7 @@ def _flax_step(names, schedule):
     [
         # Flax constrains the kernel before it gives it that rank.
         pytest.param(("data", None, None), "ZeroBubbleH1", ("data",), AxisType.Auto, marks=pytest.mark.slow),
-        ((None, "data"), "OneFOneB", (), AxisType.Explicit),
+        pytest.param((None, "data"), "OneFOneB", (), AxisType.Explicit, marks=pytest.mark.slow),
         pytest.param((None, "data"), "OneFOneB", ("data",), AxisType.Explicit, marks=pytest.mark.exhaustive),
     ],
 )

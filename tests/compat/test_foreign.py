@@ -131,6 +131,7 @@ def test_an_exported_stage_without_a_derivative_is_refused_where_it_is_needed():
     )
 
 
+@pytest.mark.slow
 def test_a_serialized_stage_is_differentiable_to_its_vjp_order():
     pytest.importorskip("flatbuffers")
     exported = jax.export.export(jax.jit(residual))(*_shapes())

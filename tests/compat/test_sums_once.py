@@ -229,6 +229,7 @@ def test_gradients_in_bfloat16_are_summed_once():
     assert not tasks, tasks
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_clipped_for_each_microbatch_is_summed_for_each():
     def clipped(loss):
         def gradients(params, m):

@@ -118,7 +118,8 @@ def _summed(params, x):
     return jnp.sum(x)  # linear: the gradient reads nothing of the last mark
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_hessian_vector_products_through_the_stages_equal_plain_jax(schedule):
     def step(params, xs):
         def products(x):

@@ -517,6 +517,7 @@ def test_an_update_that_another_one_holds_is_no_call_more():
         assert [len(alone) for alone in left] == ([0, 1] if is_shared else [1, 2]) and len(found) == is_shared
 
 
+@pytest.mark.slow
 def test_an_update_of_leaves_alone_is_the_program_that_others_run(caplog):
     def moved(w, g):
         for _ in range(LEAST):

@@ -49,6 +49,7 @@ def test_a_training_state_goes_from_stacked_to_layers_and_back_bit_by_bit(tmp_pa
     assert [found[name].dtype for name in ("key", "keys")] == [expected[name].dtype for name in ("key", "keys")]
 
 
+@pytest.mark.slow
 def test_layers_that_stock_orbax_saved_are_what_unstacking_makes(tmp_path):
     layers = converted(tmp_path, save(tmp_path / "stacked", stacked_params()), "--unstack", "layers")
     assert_same(restore(layers), restore(save(tmp_path / "layers", layered(stacked_params()))))

@@ -124,7 +124,9 @@ def sends(compiled):
             (generated, AxisType.Auto, 2, scheduler.ZeroBubbleH1(4), ROWS_AND_BACK),
             (generated, AxisType.Explicit, 1, scheduler.OneFOneB(4), ROWS_AND_BACK),
         ),
-        (generated_one_by_one, AxisType.Explicit, 2, scheduler.OneFOneB(4), ROWS_AND_BACK),
+        pytest.param(
+            generated_one_by_one, AxisType.Explicit, 2, scheduler.OneFOneB(4), ROWS_AND_BACK, marks=pytest.mark.slow
+        ),
         (generated_of_unstacked, AxisType.Auto, 1, scheduler.ZeroBubbleH1(4), ROWS_AND_BACK),
         *slow_first(
             (reordered, AxisType.Explicit, 2, scheduler.OneFOneB(4), STACKS_AND_ROWS),

@@ -573,6 +573,7 @@ def test_a_spare_that_is_killed_has_a_successor_unless_three_in_a_row_are_killed
     ]
 
 
+@pytest.mark.slow
 def test_the_last_lines_are_those_of_the_process_that_has_taken_the_place():
     program = shell("""
         [[ $MPMD_ATTEMPT == 0 ]] || exit 0

@@ -27,7 +27,7 @@ def test_each_device_has_a_chunk_of_the_beginning_and_one_of_the_end():
     ("parts", "window", "packed", "cap"),
     [
         pytest.param(2, 0, False, None, marks=pytest.mark.slow, id="whole rows"),
-        pytest.param(4, 13, True, 2.0, id="documents"),
+        pytest.param(4, 13, True, 2.0, marks=pytest.mark.slow, id="documents"),
     ],
 )
 def test_the_values_and_gradients_are_those_of_one_device(monkeypatch, parts, window, packed, cap):

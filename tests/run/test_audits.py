@@ -294,7 +294,8 @@ def test_audits_fit_into_bubbles(schedule, num_microbatches):
     assert sum(len(plan.auditors) == 2 for plan in free) >= 0.9 * len(free)
 
 
-@pytest.mark.parametrize("data", [batch, pytest.param(several, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [batch, several])
 def test_a_group_is_audited_by_groups_of_its_shape(data):
     devices = jax.devices()
     groups = [devices[:2], devices[2:3], devices[3:4], devices[4:5]]

@@ -208,6 +208,7 @@ def test_all_schedules_of_the_catalogue_are_tried():
     assert tried == set(catalogue.SCHEDULES)
 
 
+@pytest.mark.slow
 def test_what_only_some_numbers_of_microbatches_do_not_allow_is_listed(build):
     def of_a_batch(schedule, num_microbatches):
         jnp.zeros((ROWS, 1)).reshape(num_microbatches, -1)  # as a step may do
