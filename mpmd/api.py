@@ -309,7 +309,7 @@ class Jitted:
 
     def _lists_in(self, args: Args, kwargs: Kwargs) -> list[MicrobatchList]:
         """The lists of microbatches among the arguments, as far as they are known."""
-        found = ((path, lists.at((args, kwargs), path)) for path in self._lists)
+        found = ((path, lists.at((args, kwargs), path)) for path in list(self._lists))
         return [MicrobatchList.of(path, x, self._explicit) for path, x in found if type(x) in (list, lists.Reordered)]
 
     @functools.cached_property
@@ -321,9 +321,10 @@ class Jitted:
     ) -> tuple[list[Buckets], Bucketing, CallArguments]:
         """The steps for lists of microbatches beside such other arguments, how more are made, and these arguments."""
         leaves, structure, places = lists.flattened((args, kwargs), {x.path: x.given for x in xs})
+        ways = {x.path: frozenset(self._lists[x.path]) for x in xs}  # a thread may find more
 
         def read(ones: Sequence[object]) -> CallArguments:
-            new = {x.path: x.standing_for(one, self._lists[x.path]) for x, one in zip(xs, ones, strict=True)}
+            new = {x.path: x.standing_for(one, ways[x.path]) for x, one in zip(xs, ones, strict=True)}
             replaced = [new[places[i]] if i in places else leaf for i, leaf in enumerate(leaves)]
             return self._read(*jax.tree.unflatten(structure, replaced))
 
@@ -420,7 +421,7 @@ class Jitted:
 
         def fun(*dynamic, **kwargs):
             args, kwargs = _with_static(dynamic, kwargs, call.fixed)
-            with lists.of_arguments((args, kwargs), self._lists):
+            with lists.of_arguments((args, kwargs), list(self._lists)):
                 return self._fun(*args, **kwargs)
 
         fun.__wrapped__ = self._fun  # pyright: ignore[reportFunctionMemberAccess]

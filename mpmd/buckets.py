@@ -178,6 +178,7 @@ class Buckets:
         self._examples: list[object] = []  # a microbatch of each list
         self._positions: dict[int, tuple[int, int]] = {}
         self._step: BucketedStep | None = None
+        self._lock = threading.RLock()
 
     def fits(self, leaves: Sequence[ArrayLike]) -> bool:
         """Whether it can be called with these arrays, in the place of which microbatches may not be."""
@@ -191,7 +192,8 @@ class Buckets:
         Args:
           leaves: the other arguments.
         """
-        self._add_new(xs)
+        with self._lock:
+            self._add_new(xs)
         assert self._step is not None
         order = tuple(tuple(numbers[types] for types in x.types) for numbers, x in zip(self._numbers, xs, strict=True))
         return self._step, self._step.arguments(leaves, xs, order)
@@ -231,7 +233,7 @@ class Buckets:
         self._cuts = lowered.cuts if len(lowered._outline.loops) == 1 else None
         step = lowered._begin_to_compile(kind=BucketedStep, others=self._bucketing.compiled)
         assert isinstance(step, BucketedStep)
-        step.begin(self._paths, self._positions)
+        step.begin(self._paths, self._positions, self._lock)
         self._step = step
         return 0
 
@@ -253,15 +255,16 @@ class BucketedStep(Compiled):
     def _executor_of(self, programs: StepPrograms, program: Program, split: SplitStep) -> None:
         """There is one for each call (`_prepare`)."""
 
-    def begin(self, paths: list[lists.Path], positions: Mapping[int, tuple[int, int]]) -> None:
+    def begin(self, paths: list[lists.Path], positions: Mapping[int, tuple[int, int]], lock: threading.RLock) -> None:
         """What it is the first bucket of.
 
         Args:
           paths: of the lists.
           positions: of the arguments that stand for a microbatch, each the array of some number of one of the lists.
+          lock: is held while the step takes lists, or a bucket more.
         """
         self._positions = positions
-        self._lock = threading.RLock()
+        self._lock = lock
         self._sampling = AuditSampling(self._audit_every)
         self._first = self._inputs
         self._buckets = [(self._programs, self._inputs)]
