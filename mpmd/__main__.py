@@ -247,7 +247,8 @@ def _tuned(options: argparse.Namespace) -> Tuning:
     def build(schedule: Any, num_microbatches: int) -> tuple[Any, tuple]:
         return _made(options.step, mesh, {"schedule": schedule, "num_microbatches": num_microbatches}, function)
 
-    return tuned(build, names, counts, float(machine.usable_nbytes), machine)
+    with _users_errors(options.step, "tracing the step of", but=ValueError):
+        return tuned(build, names, counts, float(machine.usable_nbytes), machine)
 
 
 def _check_numbers(options: argparse.Namespace, counts: Iterable[str]) -> None:

@@ -205,6 +205,10 @@ def elsewhere(mesh):
     return mpmd.jit(lambda x: x * 2, mpmd_mesh=cpus), (jax.ShapeDtypeStruct((4,), "float32"),)
 def unequal(mesh): return (lambda x, y: x @ y), (jax.ShapeDtypeStruct((4,), "float32"),)
 """
+TO_TUNE = """
+import mpmd
+def wrong(mesh, schedule, num_microbatches): return mpmd.jit(lambda x: x + "1", mpmd_mesh=mesh), (1.0,)
+"""
 
 
 @pytest.mark.parametrize(
@@ -243,6 +247,16 @@ def test_what_cannot_be_planned_is_told_in_one_line(file, function, options, mes
     text = capsys.readouterr().err
     assert text.count("\n") == 1
     assert text.startswith(f"python -m mpmd plan: {message.format(file=path)}")
+
+
+@needs_plugin
+def test_a_step_that_cannot_be_traced_is_told_by_tune_too(tmp_path, capsys):
+    (path := tmp_path / "step.py").write_text(TO_TUNE)
+    options = "--groups 2 --schedules 1f1b,gpipe --microbatches 4".split()
+    assert main(["tune", f"{path}:wrong", *options]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"python -m mpmd tune: tracing the step of {path}:wrong raised TypeError in line 3: unsupported operand"
+    )
 
 
 def test_a_step_in_no_python_file_is_refused(tmp_path, capsys):
