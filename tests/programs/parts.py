@@ -2,8 +2,11 @@
 of the program.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import mpmd
 
@@ -15,7 +18,17 @@ VOCABULARY = 11
 LENGTH = 5
 
 
+_MANY = 4096
+
+
 def normal(key, *shape, scale=1.0):
+    """Outside of traced functions cut out of one array of many: for each shape JAX compiles its random numbers anew, in
+    half a second, and an element has the same value in all of them.
+    """
+    if (size := math.prod(shape)) <= _MANY and not isinstance(key, jax.core.Tracer):
+        many = jax.random.normal(key, (_MANY,))
+        if not isinstance(many, jax.core.Tracer):
+            return jnp.asarray(np.float32(scale) * np.asarray(many)[:size].reshape(shape))
     return scale * jax.random.normal(key, shape)
 
 
