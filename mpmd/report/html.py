@@ -193,15 +193,22 @@ def _spent_row(profile: Profile, group: int) -> tuple[str, ...]:
 
 
 def _measured_bars(profile: Profile, group: int, whole: float, num_stages: int) -> list[str]:
-    bars = []
-    for bar in profile.typical.bars(group):
-        kind, said, text, fill = {"waits": "stuck", "comes": "thin", "runs": "call"}[bar.kind], bar.said, "", ""
-        if bar.run is not None:
-            said, text = f"{said}, {in_seconds(bar.start)} after the start", escape(bar.run.name)
-            if bar.run.tasks:
-                t = bar.run.tasks[0]
-                kind, text, fill = t.kind, f"{t.kind}{t.microbatch}", colour(t.stage, t.kind, num_stages)
-        bars.append(_bar(bar.start, bar.seconds, whole, kind, said, text, fill))
+    """What a group ran, when it waited for a transfer, and what came to it."""
+    step, bars = profile.typical, []
+    for w in step.waits[group]:
+        r, start, seconds = w.run, w.run.start - step.start, w.run.end - w.run.start
+        if r.by is not None and w.there > w.offered:
+            bars.append(_bar(w.offered - step.start, w.there - w.offered, whole, "stuck", f"waits for {r.by}"))
+        kind, text, fill = "call", escape(r.name), ""
+        if r.tasks:
+            t = r.tasks[0]
+            kind, text, fill = t.kind, f"{t.kind}{t.microbatch}", colour(t.stage, t.kind, num_stages)
+        said = f"{r.title}: {in_seconds(seconds)}, {in_seconds(start)} after the start"
+        bars.append(_bar(start, seconds, whole, kind, said, text, fill))
+    for m in step.moves:
+        if m.way.target == group:
+            said = f"{m.way}: {in_bytes(m.nbytes)} in {in_seconds(m.end - m.start)}"
+            bars.append(_bar(m.start - step.start, m.end - m.start, whole, "thin", said))
     return bars
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from mpmd.observe.records import Moved, Ran, RecordedTimes, Way
-from scheduler.base.texts import in_bytes, in_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,23 +39,6 @@ class Waited(NamedTuple):
     free: float
     offered: float
     there: float
-
-
-class Bar(NamedTuple):
-    """A part of a picture.
-
-    Attributes:
-      kind: the group "runs" something, "waits" for a transfer, or a value "comes".
-      start: seconds after the start of the step.
-      said: what a reader sees who points at it.
-      run: what runs.
-    """
-
-    kind: str
-    start: float
-    seconds: float
-    said: str
-    run: Ran | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,18 +105,6 @@ class Step:
             sum(w.there - w.offered for w in waits),
             sum(w.run.start - w.there for w in waits),
         )
-
-    def bars(self, group: int) -> Iterator[Bar]:
-        """What a picture of a group shows: what it ran, when it waited for a transfer, and what came to it."""
-        for w in self.waits[group]:
-            r = w.run
-            if r.by is not None and w.there > w.offered:
-                yield Bar("waits", w.offered - self.start, w.there - w.offered, f"waits for {r.by}")
-            yield Bar("runs", r.start - self.start, r.end - r.start, f"{r.title}: {in_seconds(r.end - r.start)}", r)
-        for m in self.moves:
-            if m.way.target == group:
-                said = f"{m.way}: {in_bytes(m.nbytes)} in {in_seconds(m.end - m.start)}"
-                yield Bar("comes", m.start - self.start, m.end - m.start, said)
 
 
 def _busy(runs: Sequence[Ran]) -> float:
