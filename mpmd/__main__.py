@@ -63,18 +63,21 @@ _FAILURES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status: 0 if the step fits, 3 if it does not, 2 for wrong arguments."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.command == "replay":
-        return _replayed(options.folder)
-    if options.command == "goodput":
-        return _goodput(options)
+    options = _parser().parse_args(arguments)
     try:
-        with _users_warnings(options.step):
-            answer = _planned(options) if options.command == "plan" else _tuned(options)
+        if options.command == "replay":
+            answer = replay(*flight_files.read(options.folder))
+        elif options.command == "goodput":
+            answer = _goodput(options)
+        else:
+            with _users_warnings(options.step):
+                answer = _planned(options) if options.command == "plan" else _tuned(options)
     except (ValueError, ModuleNotFoundError, OSError) as e:
         print(f"python -m mpmd {options.command}: {e}", file=sys.stderr)
         return BAD_INPUT
+    if isinstance(answer, str):
+        print(answer)
+        return FITS
     print(answer.as_json() if options.json else answer)
     fits = not answer.faults if isinstance(answer, Plan) else answer.fits
     return FITS if fits else DOES_NOT_FIT
@@ -173,34 +176,19 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="all figures as JSON")
 
 
-def _replayed(folder: Path) -> int:
-    try:
-        print(replay(*flight_files.read(folder)))
-    except (OSError, ValueError) as e:
-        print(f"python -m mpmd replay: {e}", file=sys.stderr)
-        return BAD_INPUT
-    return FITS
-
-
-def _goodput(options: argparse.Namespace) -> int:
-    try:
-        if options.simulate:
-            if options.folder is not None:
-                raise ValueError(f"--simulate reads no ledgers: leave {options.folder} or --simulate out.")
-            inputs = _failure_inputs(options)
-            found = {name: of._asdict() for name, of in simulated.predicted(inputs).items()}
-            print(json.dumps(found, indent=2) if options.json else simulated.text_of(inputs))
-            return FITS
-        if options.folder is None:
-            raise ValueError("name the folder of a job's ledgers, or --simulate.")
-        if given := [name for name in ("gpus", "mtbf", "failures_per_day") if getattr(options, name) is not None]:
-            raise ValueError(f"--{given[0].replace('_', '-')} is an option of --simulate, which reads no ledgers.")
-        found = ledgers.put_together(ledgers.read(options.folder))
-        print(found.as_json() if options.json else found)
-    except (OSError, ValueError) as e:
-        print(f"python -m mpmd goodput: {e}", file=sys.stderr)
-        return BAD_INPUT
-    return FITS
+def _goodput(options: argparse.Namespace) -> str:
+    if options.simulate:
+        if options.folder is not None:
+            raise ValueError(f"--simulate reads no ledgers: leave {options.folder} or --simulate out.")
+        inputs = _failure_inputs(options)
+        found = {name: of._asdict() for name, of in simulated.predicted(inputs).items()}
+        return json.dumps(found, indent=2) if options.json else simulated.text_of(inputs)
+    if options.folder is None:
+        raise ValueError("name the folder of a job's ledgers, or --simulate.")
+    if given := [name for name in ("gpus", "mtbf", "failures_per_day") if getattr(options, name) is not None]:
+        raise ValueError(f"--{given[0].replace('_', '-')} is an option of --simulate, which reads no ledgers.")
+    job = ledgers.put_together(ledgers.read(options.folder))
+    return job.as_json() if options.json else str(job)
 
 
 def _failure_inputs(options: argparse.Namespace) -> simulated.FailureInputs:
