@@ -201,7 +201,6 @@ class _Connection:
     def __init__(self, connection: socket.socket, memory: Memory, token: str):
         self._connection, self._memory, self._token = connection, memory, token
         self._begun: dict[int, _Buffer] = {}
-        self._given: dict[int, int] = {}  # the numbers under which this rank knows buffers, by descriptor
 
     def serve(self) -> None:
         try:
