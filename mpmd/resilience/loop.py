@@ -211,8 +211,11 @@ def _attempt(
         if losses is not None:
             losses.goes_on_after(last)
     keeping = meeting.copies(copies, last)
-    heeded = contextlib.nullcontext() if keeping is None else notice.heeded()
-    with _accounted(begins) as begin_step, heeded, _closing(keeping):
+    with contextlib.ExitStack() as around:
+        begin_step = around.enter_context(_accounted(begins))
+        if keeping is not None:
+            around.enter_context(notice.heeded())
+            around.enter_context(contextlib.closing(keeping))
         for i in range(first, num_steps):
             begin_step(i)
             state = given.next(body(i, state), i)
@@ -234,15 +237,11 @@ def _attempt(
 def _accounted(begins: str) -> Iterator[Callable[[int], None]]:
     """Around the loop: the ledger hears how it begins; gives what tells it that a step begins."""
     if (account := ledger.of_process(jax.process_index)) is None:
-        yield _ignore
+        yield lambda step: None
         return
     account.event(ledger.LOOP + begins)
     yield account.begin_step
     account.leave_loop()
-
-
-def _ignore(step: int) -> None:
-    pass
 
 
 def _speaks(job: Job) -> bool:
@@ -340,15 +339,6 @@ def _structure(tree: PyTree) -> TreeDef | str:
         return jax.tree.structure(tree)
     except ValueError as error:
         return f"no tree ({error})"
-
-
-@contextlib.contextmanager
-def _closing(keeping: Copies | None) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if keeping is not None:
-            keeping.close()
 
 
 class _Meeting:
