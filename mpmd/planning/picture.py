@@ -1,14 +1,12 @@
 """The picture of a planned loop. A loop with many microbatches is drawn with fewer, so that each task can be seen."""
 
 import dataclasses
-from collections import defaultdict
 
-from mpmd.compile.program import loop_graph
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.simulation import SimulatedStep
-from mpmd.partition.outline import Loop
 from mpmd.planning.costs import StepCosts
-from scheduler import Program, Schedule, ScheduleError, Send, Timeline, Value
+from mpmd.report.task_costs import boundary_seconds
+from scheduler import Program, Schedule, ScheduleError, Timeline
 from scheduler.base.texts import in_seconds
 from scheduler.ordering import recomputing
 from scheduler.task import reads_of
@@ -50,7 +48,8 @@ def picture_of(programs: StepPrograms, program: Program, step: SimulatedStep, co
     if _columns(whole) <= COLUMNS:
         return Picture(whole, whole, microbatches)
     loop = next(p.loop for p in programs.loops if p.loop.number == longest)
-    shorter = _shortened(loop.schedule, whole, _crossing(program, costs, loop), microbatches)
+    seconds = boundary_seconds(loop, programs.mesh, costs.machine, costs.sizes)
+    shorter = _shortened(loop.schedule, whole, seconds, microbatches)
     return Picture(whole, *(shorter or (whole, microbatches)))
 
 
@@ -79,16 +78,3 @@ def _columns(timeline: Timeline) -> float:
     """The width of a picture in which the shortest task has one column."""
     lengths = [seconds for _, seconds in timeline.durations if seconds > 0]
     return timeline.makespan / min(lengths, default=1.0)
-
-
-def _crossing(program: Program, costs: StepCosts, loop: Loop) -> tuple[float, ...]:
-    """Seconds of one microbatch's values over the boundary behind each stage, in the slower direction."""
-    placement, own = loop.schedule.placement, {edge.name for edge in loop_graph(loop).edges}
-    names: dict[tuple[int, int], set[str]] = defaultdict(set)
-    for group, instructions in enumerate(program.groups):
-        for i in instructions:
-            if isinstance(i, Send) and i.value.name in own:
-                names[group, i.to_group].add(i.value.name)
-    seconds = {pair: sum(costs.transfer(*pair, Value(name)) for name in found) for pair, found in names.items()}
-    pairs = [(here, placement[stage + 1]) for stage, here in enumerate(placement[:-1])]
-    return (*(max(seconds.get((a, b), 0.0), seconds.get((b, a), 0.0)) for a, b in pairs), 0.0)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import loop_graph
@@ -60,23 +61,25 @@ def costs_of(
 
     whole = [0.0 if Place(s, "I") in seconds else b for s, b in zip(stages, of("B"), strict=True)]
     kept = [0.0] * len(stages)
-    crossing: dict[tuple[int, int], float] = defaultdict(float)
     for edge in loop_graph(loop).edges:
-        source, kind = edge.producer
-        for group in {placement[s] for s, _ in edge.consumers} - {placement[source]}:
-            nbytes = sizes.nbytes_of(edge.name, group)[0]
-            crossing[placement[source], group] += machine.between_s(
-                nbytes, mesh.groups[placement[source]], mesh.groups[group]
-            )
-        if kind == "F":
-            for stage in {s for s, reader in edge.consumers if reader != "F"}:
-                kept[stage] += sizes.nbytes_of(edge.name, placement[stage])[0]
-    pairs = [(placement[s], placement[s + 1]) for s in stages[:-1]]
+        for stage in {s for s, reader in edge.consumers if edge.producer[1] == "F" and reader != "F"}:
+            kept[stage] += sizes.nbytes_of(edge.name, placement[stage])[0]
     return Costs(
         forward=tuple(of("F")),
         input_grad=tuple(i + b for i, b in zip(of("I"), whole, strict=True)),
         weight_grad=tuple(of("W")),
         recompute=tuple(of("R")),
-        transfer_s=(*(max(crossing[a, b], crossing[b, a]) for a, b in pairs), 0.0),
+        transfer_s=boundary_seconds(loop, mesh, machine, sizes),
         activation_bytes=tuple(kept),
     )
+
+
+def boundary_seconds(loop: Loop, mesh: MpmdMesh, machine: Machine, sizes: Sizes) -> tuple[float, ...]:
+    """Seconds of one microbatch's values over the boundary behind each stage, in the slower direction."""
+    placement, seconds = loop.schedule.placement, defaultdict[tuple[int, int], float](float)
+    for edge in loop_graph(loop).edges:
+        source = placement[edge.producer[0]]
+        for target in {placement[s] for s, _ in edge.consumers} - {source}:
+            nbytes = sizes.nbytes_of(edge.name, target)[0]
+            seconds[source, target] += machine.between_s(nbytes, mesh.groups[source], mesh.groups[target])
+    return (*(max(seconds[a, b], seconds[b, a]) for a, b in pairwise(placement)), 0.0)
