@@ -140,11 +140,8 @@ def read(where: Path) -> list[ProcessLedger]:
       FileNotFoundError: there is no folder, or no ledger in it.
       ValueError: a file is no ledger.
     """
-    if not where.is_dir():
-        raise FileNotFoundError(f"{where} is no folder.")
-    name = rank_files.pattern(ledger.ENDING)
-    paths = sorted(path for path in where.iterdir() if name.fullmatch(path.name))
-    found = [one for path in paths if (one := _read(path)) is not None]
+    files = rank_files.found_in(where, ledger.ENDING)
+    found = [one for *_, path in files if (one := _read(path)) is not None]
     if not found:
         raise FileNotFoundError(
             f"{where} holds no rank-N.ledger. A job writes them into the folder of the launcher's --log-dir or of"

@@ -94,22 +94,15 @@ def read(where: Path) -> tuple[dict[int, dict[str, Any]], dict[str, Program]]:
       FileNotFoundError: there is no folder, or no record in it.
       ValueError: a file is no record.
     """
-    if not where.is_dir():
-        raise FileNotFoundError(f"{where} is no folder.")
-    found: dict[int, tuple[int, Path]] = {}
-    name = rank_files.pattern(_ENDING)
-    for path in where.iterdir():
-        if (match := name.fullmatch(path.name)) is not None:
-            rank, attempt = int(match[1]), int(match[2] or 0)
-            found[rank] = max(found.get(rank, (-1, path)), (attempt, path))
+    found = rank_files.found_in(where, _ENDING)
     if not found:
         raise FileNotFoundError(
             f"{where} holds no rank-N.flight.json. A job writes them when it ends badly, into the folder of the"
             f" launcher's --log-dir or of {VARIABLE}."
         )
-    last = max(attempt for attempt, _ in found.values())
+    last = max(attempt for _, attempt, _ in found)
     records, plans = {}, {}
-    for rank, (attempt, path) in sorted(found.items()):
+    for rank, attempt, path in found:
         if attempt < last:
             continue
         try:

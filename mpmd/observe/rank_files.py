@@ -15,6 +15,14 @@ def path_of(where: Path, number: int, attempt: int, ending: str) -> Path:
     return where / f"rank-{number}{f'.restart-{attempt}' if attempt else ''}.{ending}"
 
 
-def pattern(ending: str) -> re.Pattern[str]:
-    """Such names; its groups are the process, and the attempt unless that is the first."""
-    return re.compile(rf"rank-(\d+)(?:\.restart-(\d+))?\.{re.escape(ending)}")
+def found_in(where: Path, ending: str) -> list[tuple[int, int, Path]]:
+    """Such files of a folder, each with its process and attempt, in this order.
+
+    Raises:
+      FileNotFoundError: there is no folder.
+    """
+    if not where.is_dir():
+        raise FileNotFoundError(f"{where} is no folder.")
+    name = re.compile(rf"rank-(\d+)(?:\.restart-(\d+))?\.{re.escape(ending)}")
+    matches = ((name.fullmatch(path.name), path) for path in where.iterdir())
+    return sorted((int(match[1]), int(match[2] or 0), path) for match, path in matches if match is not None)
