@@ -196,17 +196,13 @@ def cross_mpmd_all_reduce(*args: jax.Array) -> jax.Array:
 def cross_mpmd_stack(arrays: Sequence[jax.Array], axis: int = 0) -> jax.Array:
     """`mpmd.cross_mpmd_stack`, along any axis of the result."""
     stacked = cross_group.cross_mpmd_stack(list(arrays))
-    return stacked if axis == 0 else _everywhere(jnp.moveaxis(stacked, 0, axis))
-
-
-def _everywhere(x: jax.Array) -> jax.Array:
-    return cross_group.cross_mpmd_all_reduce([x])
+    return stacked if axis == 0 else cross_mpmd_all_reduce(jnp.moveaxis(stacked, 0, axis))
 
 
 def _gathered(*args: jax.Array, axis: int = 0) -> jax.Array:
     axis %= args[0].ndim
     stacked = cross_mpmd_stack(args, axis)
-    return _everywhere(stacked.reshape(*stacked.shape[:axis], -1, *stacked.shape[axis + 2 :]))
+    return cross_mpmd_all_reduce(stacked.reshape(*stacked.shape[:axis], -1, *stacked.shape[axis + 2 :]))
 
 
 # JaxPP has these as primitives: `.bind` calls them.
