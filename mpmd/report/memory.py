@@ -5,7 +5,7 @@ microbatches in flight, in the sharding that each has.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import REPLICATED, Layout, fit
@@ -37,10 +37,8 @@ def measured(programs: StepPrograms, program: Program) -> dict[int, dict[str, in
 
 def over_time(programs: StepPrograms, program: Program, group: int) -> list[dict[str, int]]:
     """Bytes of each of `KINDS` on a device of a group of this process, after each of its instructions that adds any."""
-    found: list[dict[str, int]] = []
     sizes = Sizes(programs.outline, programs.mesh, programs.layouts)
-    peaks(program, group, sizes, temporaries_of(programs), found)
-    return found
+    return list(_alive(program, group, sizes, temporaries_of(programs)))
 
 
 def temporaries_of(programs: StepPrograms) -> Callable[[Run | Call], int]:
@@ -97,46 +95,42 @@ class Sizes:
         return "activations" if value.microbatch is not None else self._kinds.get(value.name, "gradients")
 
 
-def peaks(
-    program: Program,
-    group: int,
-    sizes: Sizes,
-    temporaries: Callable[[Run | Call], int],
-    history: list[dict[str, int]] | None = None,
-) -> dict[str, int]:
+def peaks(program: Program, group: int, sizes: Sizes, temporaries: Callable[[Run | Call], int]) -> dict[str, int]:
     """The most bytes of each kind that a device of a group holds at one time, as `measured` returns them.
 
     Args:
       temporaries: how many bytes an instruction's executables need beside their arguments and results.
-      history: to it is added what is alive after each instruction that adds something.
     """
-    account = _Account(group, sizes, history)
+    most: dict[str, int] = dict.fromkeys((*KINDS, "peak", "host"), 0)
+    for now in _alive(program, group, sizes, temporaries):
+        for kind, nbytes in now.items():
+            most[kind] = max(most[kind], nbytes)
+    return {"arguments": sum(most[kind] for kind in ("parameters", "state", "data")), **most}
+
+
+def _alive(
+    program: Program, group: int, sizes: Sizes, temporaries: Callable[[Run | Call], int]
+) -> Iterator[dict[str, int]]:
+    """Bytes by kind, in all (`peak`) and in host memory (`host`): at first, and with each instruction that adds any."""
+    account = _Account(group, sizes)
     account.add(program.inputs[group])
-    account.note()
+    yield account.now()
     for instruction in program.groups[group]:
         if isinstance(instruction, (Run, Call)):
             account.remove(v for v in instruction.donates if v not in instruction.writes)
             account.add(instruction.writes)
-            account.note(temporaries(instruction))
+            yield account.now(temporaries(instruction))
         elif isinstance(instruction, Recv):
             account.add([instruction.value])
-            account.note()
+            yield account.now()
         elif isinstance(instruction, Free):
             account.remove([instruction.value])
-    arguments = sum(account.most[kind] for kind in ("parameters", "state", "data"))
-    return {"arguments": arguments, **account.most}
 
 
 class _Account:
-    """What is alive in a group.
+    """What is alive in a group."""
 
-    Attributes:
-      most: per kind, in all (`peak`) and in host memory (`host`), the most bytes so far.
-    """
-
-    def __init__(self, group: int, sizes: Sizes, history: list[dict[str, int]] | None = None):
-        self._history = history
-        self.most: dict[str, int] = dict.fromkeys((*KINDS, "peak", "host"), 0)
+    def __init__(self, group: int, sizes: Sizes):
         self._group, self._sizes = group, sizes
         self._live: dict[Value, str] = {}  # with its kind
         self._gone: set[str] = set()
@@ -155,14 +149,9 @@ class _Account:
                 del self._live[value]
                 self._gone.add(value.name)
 
-    def note(self, temporaries: int = 0) -> None:
-        """Updates the most with what is alive now."""
+    def now(self, temporaries: int = 0) -> dict[str, int]:
         now = {**self._now, "temporaries": temporaries}
-        now["peak"] = sum(now[kind] for kind in KINDS)
-        if self._history is not None:
-            self._history.append(now)
-        for kind, nbytes in now.items():
-            self.most[kind] = max(self.most[kind], nbytes)
+        return {**now, "peak": sum(now[kind] for kind in KINDS)}
 
     def _kind(self, value: Value) -> str:
         """Of a new state leaf, the kind of the argument that it replaces, once that is gone."""
