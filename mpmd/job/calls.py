@@ -53,32 +53,20 @@ class SharedCalls:
 
     Attributes:
       ranks: those that make these calls.
-      count: how many there were.
+      count, num_compared: how many there were, and how many of them have been compared.
       notes: those that have not been compared, the oldest first.
     """
 
-    def __init__(
-        self,
-        ranks: tuple[int, ...],
-        rank: int,
-        store: compat.KeyValueStore,
-        now: Callable[[], float] = time.monotonic,
-        epoch: int = 0,
-    ):
+    def __init__(self, ranks: tuple[int, ...], rank: int, store: compat.KeyValueStore, epoch: int = 0):
         self.ranks = ranks
         self.count = 0
         self.notes: deque[Note] = deque()
-        self._rank, self._store, self._now = rank, store, now
+        self._rank, self._store = rank, store
         self._folder = f"mpmd/calls/{zlib.crc32(repr(ranks).encode()):08x}{f'.{epoch}' if epoch else ''}"
         self._digests: deque[int] = deque()  # of the notes that have been read
-        self._compared = self._published = 0  # calls
+        self.num_compared = self._published = 0
         self._asked: tuple[int, float] | None = None  # the call whose notes differ, and since when that is known
         self._answered: int | None = None
-
-    @property
-    def num_compared(self) -> int:
-        """How many of them have been compared."""
-        return self._compared
 
     @property
     def is_asked(self) -> bool:
@@ -91,13 +79,13 @@ class SharedCalls:
             if not note.is_ready:
                 break
             self._digests.append(note.digest)
-        said = self._compared, list(self._digests)
+        said = self.num_compared, list(self._digests)
         if self._rank == self.ranks[0]:
             return self._compare({self._rank: said, **self._read("said")})
         if not self.notes:
             return None
-        if self._compared + len(self._digests) > self._published:
-            self._published = self._compared + len(self._digests)
+        if self.num_compared + len(self._digests) > self._published:
+            self._published = self.num_compared + len(self._digests)
             self._set(f"said/{self._rank}", said)
         return self._hear()
 
@@ -111,8 +99,8 @@ class SharedCalls:
         return None if found is None else Disagreement(*found)
 
     def _compare(self, said: Mapping[int, tuple[int, Sequence[int]]]) -> Disagreement | None:
-        before, asked, found = self._compared, self._asked, None
-        for k in itertools.count(self._compared):
+        before, asked, found = self.num_compared, self._asked, None
+        for k in itertools.count(self.num_compared):
             at = {r: digests[k - first] for r, (first, digests) in said.items() if first <= k < first + len(digests)}
             if len(set(at.values())) > 1:
                 is_told, found = self._inquire(k)
@@ -122,27 +110,27 @@ class SharedCalls:
                 break
             self._asked = None
             self._advance(k + 1)
-        if self._compared > before or self._asked != asked or found is not None:
-            self._set(f"found/{self._rank}", [self._compared, self._asked is not None, found])
+        if self.num_compared > before or self._asked != asked or found is not None:
+            self._set(f"found/{self._rank}", [self.num_compared, self._asked is not None, found])
         return found
 
     def _inquire(self, k: int) -> tuple[bool, Disagreement | None]:
         """Asks for the notes of a call that differ. Whether all have told, and how they differ."""
         if self._asked is None:
-            self._asked = k, self._now()
+            self._asked = k, time.monotonic()
         told = {r: note for r, (at, note) in self._read("details").items() if at == k}
         if self._digests:
             told[self._rank] = self.notes[0].to_json()
         have_all = len(told) == len(self.ranks)
-        if not have_all and self._now() - self._asked[1] < _PATIENCE_S:
+        if not have_all and time.monotonic() - self._asked[1] < _PATIENCE_S:
             return False, None
         return have_all, disagreement(told) if len(told) > 1 else None
 
     def _advance(self, compared: int) -> None:
-        for _ in range(compared - self._compared):
+        for _ in range(compared - self.num_compared):
             self.notes.popleft()
             self._digests.popleft()
-        self._compared = compared
+        self.num_compared = compared
 
     def _set(self, name: str, data: object) -> None:
         self._store.key_value_set(f"{self._folder}/{name}", json.dumps(data), allow_overwrite=True)
