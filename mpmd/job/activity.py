@@ -59,6 +59,7 @@ class Activity:
       door, stacks: as on its `Board`.
 
     Attributes:
+      step: how many steps have begun here.
       expected: the values that it waits for, or has promised.
       callbacks: the user's functions that run on the host.
       cursors: the executors that have run a step, while they live.
@@ -75,7 +76,7 @@ class Activity:
             "door": door, "stacks": stacks,
         }  # fmt: skip
         self._said = _Said("idle")
-        self._step = 0
+        self.step = 0
         self._cursor: Cursor | None = None
         self._last_position = -1
         self._times = Times()
@@ -98,11 +99,6 @@ class Activity:
         finally:
             self.say(*before)
 
-    @property
-    def step(self) -> int:
-        """How many steps have begun here."""
-        return self._step
-
     def waits_for(self, ranks: Sequence[int]) -> None:
         """Narrows the ranks of the current wait down to those that have not come."""
         self._said = self._said._replace(ranks=tuple(ranks))
@@ -119,9 +115,9 @@ class Activity:
 
     def enter_step(self, cursor: Cursor) -> None:
         """A step begins; `cursor` is looked at until `leave_step`."""
-        self._step += 1
+        self.step += 1
         self._last_position = -1
-        cursor.flight.begin(self._step)
+        cursor.flight.begin(self.step)
         self.cursors.add(cursor)
         self._cursor = cursor
         self.say("step")
@@ -163,7 +159,7 @@ class Activity:
                 wait = doing, peers
         still_s = max(0.0, now - self._times.moved)
         return Board(
-            **self._process, phase=said.phase, step=self._step, position=position, doing=doing, still_s=still_s,
+            **self._process, phase=said.phase, step=self.step, position=position, doing=doing, still_s=still_s,
             wait=None if wait is None else Wait(*wait, max(0.0, now - self._times.waits_since), number),
             sent=self._sent_in_vain(others),
             callback=self.callbacks.running() if still_s > STILL_S else "", raised=self.callbacks.raised,

@@ -46,6 +46,7 @@ class Job:
       address: the interface that other processes reach this one by.
       end_process: in `mpmd.resilient`, ends the process of a rank on whatever host.
       wait_until_kept: in `mpmd.resilient`, waits until one more state is whole in memory; False if none will be.
+      replaces: whether others take the places of lost ranks.
       epoch: how many ranks have been lost and replaced, as far as this process goes on from there; -1 in the place of
         a lost rank, until it meets the others in `mpmd.resilient`.
     """
@@ -65,6 +66,7 @@ class Job:
         door = Door(None if environment.get("MPMD_LOCAL_ONLY") == "1" else self.address)
         self.activity = Activity(self.rank, door.address, offer_stacks())
         self._register = Register(environment)
+        self.replaces = self._register.replaces
         is_spare = SPARE in environment
         self._taken = self._register.read() if is_spare else []
         number = int(environment[SPARE]) if is_spare else self.rank
@@ -77,7 +79,7 @@ class Job:
         self._is_bound = False
         self.end_process: Callable[[Board, int], None] | None = None
         self.wait_until_kept: Callable[[], bool] | None = None
-        losses, make_way = (self._hear_of_losses, self._make_way) if self._register.replaces else (None, None)
+        losses, make_way = (self._hear_of_losses, self._make_way) if self.replaces else (None, None)
         self.watchdog = Watchdog(
             self.num_ranks, self.activity, boards, judge, black_box, door, serves, losses, make_way
         )
@@ -142,7 +144,7 @@ class Job:
 
     def _answer(self, key: str, what: str) -> str | None:
         """What stands under a key of the store; None if it does not come soon. Any other error is the end."""
-        slice_ms = _SHORT_SLICE_MS if self._register.replaces else _SLICE_MS
+        slice_ms = _SHORT_SLICE_MS if self.replaces else _SLICE_MS
         try:
             return self.store.blocking_key_value_get(key, slice_ms)
         except jax.errors.JaxRuntimeError as e:
@@ -214,7 +216,7 @@ class Job:
 
     def go_on(self) -> None:
         """Begins again with those that have taken places: agreements and connections are made anew."""
-        if not self._register.replaces:
+        if not self.replaces:
             return
         self.epoch = len(self._taken)
         self._wire, self._exchanges = None, {}
@@ -227,7 +229,7 @@ class Job:
         """Around what can go on after a loss."""
         if self.is_apart:
             self.go_on()
-        self.activity.goes_on = self._register.replaces and not (self._is_bound or compat.has_cross_host_put())
+        self.activity.goes_on = self.replaces and not (self._is_bound or compat.has_cross_host_put())
         self.activity.has_pace = self._slow_factor is not None
         try:
             yield
@@ -238,11 +240,6 @@ class Job:
     def bind(self) -> None:
         """From now on nobody can take the place of a lost process: all do together what it could not do alone."""
         self._is_bound, self.activity.goes_on = True, False
-
-    @property
-    def replaces(self) -> bool:
-        """Whether others take the places of lost ranks."""
-        return self._register.replaces
 
     @property
     def may_be_replaced(self) -> bool:
