@@ -35,7 +35,8 @@ class BlackBox:
         self._lock = threading.RLock()
         if self.folder is not None:
             self._path = flight_files.path_of(self.folder, rank, environment)
-            flight_files.remove_old(self._path)
+            with contextlib.suppress(OSError):
+                self._path.unlink()  # of an earlier job
             self._asked_at = self._request_time()
 
     def note(self, views: Mapping[int, View]) -> None:
@@ -97,15 +98,10 @@ class BlackBox:
             programs = [cursor.recorded() for cursor in list(self._activity.cursors)]
             flight_files.write(
                 self._path, self._rank, why, programs, self._activity.samples.list(),
-                num_ranks=self._num_ranks, guilty=guilty, views=seen, pending=self._pending(),
-                interrupted=interrupted, at=exits.user_lines(),
+                num_ranks=self._num_ranks, guilty=guilty, views=seen, interrupted=interrupted, at=exits.user_lines(),
             )  # fmt: skip
             return f"jax-mpmd: what each rank did last: python -m mpmd replay {shlex.quote(str(self.folder))}"
         return f"jax-mpmd: what this rank did last could not be written to {self.folder}"
-
-    def _pending(self) -> list[dict[str, object]]:
-        """Values that have not come, and that were promised and are not computed."""
-        return [{"what": one.what, "ranks": list(one.ranks)} for one in self._activity.expected.pending()]
 
     def _request_time(self) -> float:
         assert self.folder is not None

@@ -87,11 +87,6 @@ class Expected:
                 self._awaited = collections.deque(m for m in self._awaited if m.ranks or not self._is_done(m))
             return self._awaited[0] if self._awaited else None
 
-    def pending(self) -> list[Awaited]:
-        """All that are not there yet, the oldest first."""
-        with self._lock:
-            return [awaited for awaited in self._awaited if not awaited.is_there]
-
     def sent_among(self, numbers: set[int]) -> tuple[int, ...]:
         """Those of some numbers under which this rank has sent a value."""
         with self._lock:

@@ -1,6 +1,5 @@
 """Writes what the flight recorder holds into a folder, one file a rank, and reads it again."""
 
-import contextlib
 import json
 import os
 import time
@@ -79,12 +78,6 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)
-
-
-def remove_old(path: Path) -> None:
-    """Takes the record of an earlier job away."""
-    with contextlib.suppress(OSError):
-        path.unlink()
 
 
 def read(where: Path) -> tuple[dict[int, dict[str, Any]], dict[str, Program]]:
