@@ -1,27 +1,20 @@
 """A profile as a Chrome trace, which Perfetto opens."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from mpmd.observe.records import Ran
 from mpmd.report.steps import Step
 
 
-def to_chrome_trace(
+def trace_events(
     steps: Sequence[Step], ranks_of: Sequence[Sequence[int]], shapes: Mapping[int, Sequence[str]]
-) -> str:
-    """Chrome-trace JSON: a process for each rank, with its host, its groups' devices, and what comes to it.
+) -> Iterator[dict[str, object]]:
+    """The events of a Chrome trace: a process for each rank, with its host, its groups' devices, and what comes to it.
 
     Args:
       ranks_of: per group, its processes.
       shapes: by the number of a loop, the shape of each microbatch; "" where there is one.
     """
-    return json.dumps({"traceEvents": list(_events(steps, ranks_of, shapes)), "displayTimeUnit": "ms"})
-
-
-def _events(
-    steps: Sequence[Step], ranks_of: Sequence[Sequence[int]], shapes: Mapping[int, Sequence[str]]
-) -> Iterator[dict[str, object]]:
     first = min((s.start for s in steps), default=0.0)
     ranks = sorted({r for ranks in ranks_of for r in ranks})
     per_rank = 1 + len(ranks_of)

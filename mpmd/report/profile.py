@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from mpmd.pytrees import PyTree
-from mpmd.report.chrome_trace import to_chrome_trace
+from mpmd.report.chrome_trace import trace_events
 from mpmd.report.steps import Step
 from scheduler import Costs, Timeline
 from scheduler.base import texts
@@ -148,7 +149,8 @@ class Profile:
 
     def to_chrome_trace(self) -> str:
         """All steps as Chrome-trace JSON, which Perfetto opens: one process a rank."""
-        return to_chrome_trace(self.steps, self.ranks, {facts.number: facts.shapes for facts in self.loops})
+        events = trace_events(self.steps, self.ranks, {facts.number: facts.shapes for facts in self.loops})
+        return json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"})
 
 
 @dataclasses.dataclass(frozen=True)
