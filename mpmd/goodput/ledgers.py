@@ -105,9 +105,9 @@ class JobLedger:
         return "\n".join(self._text())
 
     def _text(self) -> Iterator[str]:
-        counts = [_number(self.num_ranks, "rank"), _number(self.num_spares, "spare")]
-        counts.append(_number(self.num_restarts, "restart"))
-        yield f"{', '.join(filter(None, counts))}; {_time(self.begun, day=True)} to {_time(self.end)} UTC"
+        counts = ((self.num_ranks, "rank"), (self.num_spares, "spare"), (self.num_restarts, "restart"))
+        told = ", ".join(texts.counted(count, noun) for count, noun in counts if count)
+        yield f"{told}; {_time(self.begun, day=True)} to {_time(self.end)} UTC"
         rows = [("seconds", "share", "of all processes")]
         for part, about in _ABOUT.items():
             if (seconds := self.seconds.get(part, 0.0)) > 0:
@@ -123,10 +123,6 @@ class JobLedger:
         return json.dumps({
             **dataclasses.asdict(self), "total": self.total, "goodput": self.goodput, "effective": self.effective
         }, indent=2)  # fmt: skip
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count > 1)}" if count else ""
 
 
 def _time(at: float, day: bool = False) -> str:
@@ -266,5 +262,5 @@ def _events(processes: Sequence[ProcessLedger]) -> Iterator[str]:
         if _begins(line) and (before := _steps_before(at, processes)):
             text += f", {at - max(t for t, _ in before):.1f} s after the last step before"
             last, first = max(steps[1] for _, steps in before), _first_step(text)
-            text += f"; {_number(last - first + 1, 'step')} again" if last >= first else ""
+            text += f"; {texts.counted(last - first + 1, 'step')} again" if last >= first else ""
         yield f"{_time(at)} {f'attempt {process.attempt}: ' if process.attempt else ''}{text}"

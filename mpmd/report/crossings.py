@@ -3,7 +3,7 @@
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
 from mpmd.partition.outline import Loop, Outline, OutlineTransfer, Segment
-from scheduler.base.texts import in_bytes
+from scheduler.base.texts import counted, in_bytes
 
 _SHOWN = 8
 _SMALL = 64  # elements; a smaller argument is worth no warning
@@ -18,8 +18,7 @@ def crossing_lines(outline: Outline) -> list[str]:
         return []
     sizes = [in_bytes(equations.nbytes(t.var.aval)) for t in transfers]
     total = in_bytes(sum(equations.nbytes(t.var.aval) for t in transfers))
-    count = f"{len(transfers)} transfer{'s' * (len(transfers) > 1)}"
-    lines = [f"outside of the loops {total} cross in {count} a step:"]
+    lines = [f"outside of the loops {total} cross in {counted(len(transfers), 'transfer')} a step:"]
     for t, size in list(zip(transfers, sizes, strict=True))[:_SHOWN]:
         shown = f"{outline.names[t.var]} {t.var.aval.str_short(short_dtypes=True)} ({size})"
         lines.append(f"  {shown} from group {t.source} to {t.target}: {_reason(outline, t)}")

@@ -142,8 +142,7 @@ def _group_lines(
             if placement[stage] == group:
                 yield from _stage_lines(loop, stage, roles)
     for target, sizes in sent_by(program, group, shares).items():
-        count = f"{len(sizes)} transfer{'s' * (len(sizes) > 1)}"
-        yield f"  sends {in_bytes(sum(sizes))} to group {target} in {count} a step"
+        yield f"  sends {in_bytes(sum(sizes))} to group {target} in {counted(len(sizes), 'transfer')} a step"
 
 
 def _memory_lines(memory: Mapping[int, Mapping[str, int]], limit: float | None) -> Iterator[str]:

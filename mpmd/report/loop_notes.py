@@ -138,8 +138,7 @@ def _crossings(loop: Loop) -> Iterator[str]:
     for t in loop.partition.tasks:
         for v in t.reads:
             readers[v].append(t)
-    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    sizes: dict[tuple[str, ...], int] = {}
+    alike: dict[tuple[int, str, str, str], list[str]] = defaultdict(list)
     gradients = num_gradients = 0
     for v, maker in makers.items():
         first = {group(t.place): t for t in reversed(readers[v])}  # per group, the first that reads it
@@ -149,22 +148,21 @@ def _crossings(loop: Loop) -> Iterator[str]:
             if maker.place.kind != "F":
                 gradients, num_gradients = gradients + nbytes, num_gradients + 1
                 continue
-            key = (v.aval.str_short(short_dtypes=True), _made(maker, v), _read(reader, v))
+            key = nbytes, v.aval.str_short(short_dtypes=True), _made(maker, v), _read(reader, v)
             alike[key].append(f"{maker.place.stage} to {reader.place.stage}")
-            sizes[key] = nbytes
     if not alike and not num_gradients:
         return
-    forward = sum(sizes[key] * len(ways) for key, ways in alike.items())
+    forward = sum(nbytes * len(ways) for (nbytes, *_), ways in alike.items())
     yield (
         f"  of each microbatch {in_bytes(forward)} cross forward in {sum(map(len, alike.values()))} values,"
         f" {in_bytes(gradients)} of gradients backward in {num_gradients}:"
     )
-    ranked = sorted(alike, key=lambda key: -sizes[key] * len(alike[key]))
+    ranked = sorted(alike, key=lambda key: -key[0] * len(alike[key]))
     for key in ranked[:_SHOWN]:
-        kind, made, read = key
-        yield f"    {kind} ({in_bytes(sizes[key])}) from stage {_listed(alike[key])}: {made}; {read}"
+        nbytes, kind, made, read = key
+        yield f"    {kind} ({in_bytes(nbytes)}) from stage {_listed(alike[key])}: {made}; {read}"
     if len(ranked) > _SHOWN:
-        yield f"    … and {len(ranked) - _SHOWN} more, of at most {in_bytes(sizes[ranked[_SHOWN]])}"
+        yield f"    … and {len(ranked) - _SHOWN} more, of at most {in_bytes(ranked[_SHOWN][0])}"
 
 
 def gathered_gradients(loop: Loop) -> str | None:
