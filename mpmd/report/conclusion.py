@@ -1,7 +1,6 @@
 """What a report says first: how busy the groups are, what most time is lost to, and what to do about it."""
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 
 from mpmd.compile.step import LoopProgram
@@ -23,54 +22,40 @@ _ADVICE = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Conclusion:
-    """What to read first.
+def conclusion(profile: Profile | None, loops: Sequence[LoopProgram]) -> list[str]:
+    """Sentences: how busy the groups are; what costs most, and one thing to do, if anything does.
 
-    Attributes:
-      busy: share of the time in which the groups compute, on average.
-      whole: what that is a share of.
-      loss: what costs most, as a sentence; empty if nothing does.
-      advice: one thing to do; may be empty.
+    Of what was measured; without a profile, of the schedule if all tasks take equally long. Empty without either.
     """
-
-    busy: float
-    whole: str
-    loss: str
-    advice: str
-
-
-def conclusion(profile: Profile | None, loops: Sequence[LoopProgram]) -> Conclusion | None:
-    """Of what was measured; without a profile, of the schedule if all tasks take equally long. None without either."""
     if profile is not None:
         return _measured(profile, loops)
     if not loops:
-        return None
+        return []
     loop = loops[0]
-    bubble, more = _bubble(loop, 1), _more_microbatches(loop)
-    loss = f"The rest, {bubble:.0%}, is the bubble of the schedule." if bubble > 0.005 else ""
-    return Conclusion(
-        1 - bubble, f"loop {loop.loop.number}, if all tasks take equally long", loss, more if loss else ""
-    )
+    bubble = _bubble(loop, 1)
+    busy = f"The groups compute for {1 - bubble:.0%} of loop {loop.loop.number}, if all tasks take equally long."
+    if bubble <= 0.005:
+        return [busy]
+    return [busy, f"The rest, {bubble:.0%}, is the bubble of the schedule.", f"Advice: {_more_microbatches(loop)}"]
 
 
-def _measured(profile: Profile, loops: Sequence[LoopProgram]) -> Conclusion:
+def _measured(profile: Profile, loops: Sequence[LoopProgram]) -> list[str]:
     step = profile.typical
     seconds = max(step.seconds, 1e-12)
-    busy = sum(spent.busy for spent in step.spent) / len(step.spent) / seconds
+    share = sum(spent.busy for spent in step.spent) / len(step.spent) / seconds
+    busy = f"The groups compute for {share:.0%} of a step of {in_seconds(seconds)}."
     ran = {r.loop for r in step.runs if r.tasks}
     indices = [k for k, loop in enumerate(profile.loops) if loop.number in ran]
     losses = [(part, k) for k in indices for part in loop_parts(profile, k)[1:]]
     if indices:
         outside = seconds - sum(profile.timeline(k).makespan for k in indices)
         losses.append((TimeShare(outside, "before and after the loops"), indices[0]))
-    whole = f"a step of {in_seconds(seconds)}"
     part, index = max(losses, key=lambda one: one[0].seconds, default=(TimeShare(0.0, ""), 0))
     if part.seconds < 0.01 * seconds:
-        return Conclusion(busy, whole, "", "")
+        return [busy]
     cause = part.detail if part.name == "the rest" else f"{part.name}{part.detail and ': ' + part.detail}"
     loss = f"Most of the rest, {in_seconds(part.seconds)} ({part.seconds / seconds:.0%}), goes to {cause}."
-    return Conclusion(busy, whole, loss, _advice(profile, index, part, loops))
+    return [busy, loss, f"Advice: {_advice(profile, index, part, loops)}"]
 
 
 def _advice(profile: Profile, index: int, part: TimeShare, loops: Sequence[LoopProgram]) -> str:

@@ -75,12 +75,8 @@ def _page(title: str, body: str) -> str:
 
 
 def _verdict(facts: Facts) -> Iterator[str]:
-    found = conclusion(facts.profile, facts.programs.loops)
-    lines = [] if found is None else [f"<b>The groups compute for {found.busy:.0%} of {escape(found.whole)}.</b>"]
-    if found is not None and found.loss:
-        lines.append(f"<span>{escape(found.loss)}</span>")
-    if found is not None and found.advice:
-        lines.append(f"<span>Advice: {escape(found.advice)}</span>")
+    sentences = map(escape, conclusion(facts.profile, facts.programs.loops))
+    lines = [f"<span>{text}</span>" if number else f"<b>{text}</b>" for number, text in enumerate(sentences)]
     if facts.profile is None:
         lines.append("<span>Nothing was measured: call <code>compiled.profile(args)</code> before the report.</span>")
     yield f'<div class="verdict">{"".join(lines)}</div>'
