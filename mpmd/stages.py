@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TypeVar
 
 import jax
 
@@ -45,7 +44,6 @@ from scheduler.base.collector import without_collection
 from scheduler.base.texts import counted
 from scheduler.base.waiting import waiting
 
-_C = TypeVar("_C", bound=Compiled)
 # Of a list of microbatches (its path), with the cuts of its loop: the step for each shape, and which microbatch has
 # which shape.
 Shapes = Callable[[lists.Path, tuple[int, ...] | None], "tuple[Sequence[Traced], Sequence[int]]"]
@@ -342,13 +340,13 @@ class Lowered:
     def _begin_to_compile(
         self,
         compiler_options: CompilerOptions | None = None,
-        kind: type[_C] | None = None,
+        kind: type[Compiled] = Compiled,
         others: Compiled | None = None,
-    ) -> _C | Compiled:
+    ) -> Compiled:
         """As `compile`, but a first call may begin while later programs are compiled.
 
         Args:
-          kind: what to make; None: a `Compiled`.
+          kind: what to make.
           others: a step that was compiled with the same options, whose programs are used too.
         """
         described = compat.described_options(self._mesh.groups[0].devices.flat[0])
@@ -366,7 +364,7 @@ class Lowered:
                         warnings.warn(f"{self._name}: {text}", stacklevel=users_frame())
                 with without_collection():
                     program = step_program(self._outline, self._mesh.num_groups, programs.donated)
-                    made = (kind or Compiled)(programs, program, self._donated, self._split, self._audit_every)
+                    made = kind(programs, program, self._donated, self._split, self._audit_every)
                     made._shares_on, made._for_call, made._mover_of = self._shares_on, self._for_call, _mover
                     return made
             finally:
