@@ -8,28 +8,17 @@ from scheduler.engine import blocked, run_until_blocked
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
-    """A run or a call of a group, from `start` to `end`; it waited `waited` seconds for values of other groups."""
-
-    group: int
-    instruction: Run | Call
-    start: float
-    end: float
-    waited: float
-
-
-@dataclasses.dataclass(frozen=True)
 class SimulatedStep:
     """When everything of a step runs.
 
     Attributes:
-      events: of each group, in order.
-      seconds: from the start of the step to the end of its last event.
+      ran: what each group runs of loops, with its start and end: group by group, in order.
+      seconds: from the start of the step to the end of all that it does.
       busy: of each group, seconds in which it computes.
       exposed: of each group, seconds in which it waits for a value that is under way already.
     """
 
-    events: tuple[tuple[Event, ...], ...]
+    ran: tuple[tuple[int, Run, float, float], ...]
     seconds: float
     busy: tuple[float, ...]
     exposed: tuple[float, ...]
@@ -41,9 +30,7 @@ class SimulatedStep:
 
     def runs(self, loop: int) -> list[tuple[int, tuple[Task, ...], float, float]]:
         """What ran of a loop, as `timeline_of` takes it: group, tasks, start and end."""
-        events = (e for es in self.events for e in es)
-        found = [(e, e.instruction) for e in events if isinstance(e.instruction, Run)]
-        return [(e.group, run.tasks, e.start, e.end) for e, run in found if run.loop == loop]
+        return [(group, run.tasks, start, end) for group, run, start, end in self.ran if run.loop == loop]
 
     def seconds_of(self, loop: int) -> float:
         """From the start of a loop's first task to the end of its last one."""
@@ -66,12 +53,13 @@ def simulate_program(
       transfer: seconds of a value from one group to another.
     """
     groups = program.groups
-    position, clock, exposed = [0] * len(groups), [0.0] * len(groups), [0.0] * len(groups)
+    position = [0] * len(groups)
+    clock, busy, exposed = ([0.0] * len(groups) for _ in range(3))
     ready: list[dict[Value, float]] = [{} for _ in groups]  # when a value is there
     sent: list[dict[Value, float]] = [{} for _ in groups]  # when a received value left its sender
     on_the_way: dict[tuple[Value, int, int], tuple[float, float]] = {}
     link_free: dict[tuple[int, int], float] = {}
-    events: list[list[Event]] = [[] for _ in groups]
+    ran: list[list[tuple[int, Run, float, float]]] = [[] for _ in groups]
 
     def run(g: int, i: Run | Call) -> None:
         there = max((ready[g].get(v, 0.0) for v in i.reads), default=0.0)
@@ -79,7 +67,9 @@ def simulate_program(
         left = max((sent[g].get(v, 0.0) for v in i.reads if ready[g].get(v, 0.0) > clock[g]), default=start)
         exposed[g] += max(0.0, start - max(clock[g], left))
         end = start + duration(g, i)
-        events[g].append(Event(g, i, start, end, start - clock[g]))
+        if isinstance(i, Run):
+            ran[g].append((g, i, start, end))
+        busy[g] += end - start
         clock[g] = end
         ready[g].update(dict.fromkeys(i.writes, end))
 
@@ -105,5 +95,6 @@ def simulate_program(
 
     run_until_blocked(len(groups), advance)
     assert not blocked(position, groups), "the program was not checked"
-    busy = tuple(sum(e.end - e.start for e in group) for group in events)
-    return SimulatedStep(tuple(map(tuple, events)), max(clock, default=0.0), busy, tuple(exposed))
+    return SimulatedStep(
+        tuple(one for of_group in ran for one in of_group), max(clock, default=0.0), tuple(busy), tuple(exposed)
+    )

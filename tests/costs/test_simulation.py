@@ -24,7 +24,6 @@ def test_a_reader_waits_for_the_writer_and_for_the_transfer():
     assert step.busy == (3.0, 4.0)
     assert step.exposed == (0.0, 0.5)
     assert step.idle_fraction == pytest.approx(1 - 7 / 13)
-    assert [e.waited for e in step.events[1]] == [2.5]
 
 
 def test_values_between_two_groups_queue():
