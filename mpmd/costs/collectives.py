@@ -45,11 +45,6 @@ class Collective:
     is_async: bool = False
     is_hidden: bool = False
 
-    def __str__(self) -> str:
-        times = f"{self.times}× " if self.times > 1 else ""
-        hosts = f" in {self.num_hosts} hosts" if self.num_hosts > 1 else ""
-        return f"{times}{self.kind} of {self.nbytes / 1e6:.3g} MB among {self.num_devices}{hosts}"
-
 
 def collectives_of(hlo: str, num_devices: int, hosts: Sequence[int] | None = None) -> list[Collective]:
     """The collectives of a compiled program, from its text.
