@@ -82,7 +82,7 @@ from mpmd._jax_compat.jaxprs import (
     within,
     written_out,
 )
-from mpmd._jax_compat.parameters import jaxprs_in, kernel_grid, mapped
+from mpmd._jax_compat.parameters import all_equations, equations_inside, jaxprs_in, kernel_grid, mapped
 from mpmd._jax_compat.processes import (
     KeyValueStore,
     abandon_distributed,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mpmd._jax_compat.jaxprs import PLAIN, ClosedJaxpr, Jaxpr
+from mpmd._jax_compat.jaxprs import PLAIN, ClosedJaxpr, Jaxpr, JaxprEqn
 
 _OURS = ("mpmd", "scheduler")  # what this project puts into equations holds no jaxpr, and may be long
 
@@ -56,6 +56,19 @@ def jaxprs_in(params: Mapping[str, object]) -> Iterator[Jaxpr]:
                 yield x.jaxpr
             elif isinstance(x, Jaxpr):
                 yield x
+
+
+def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a jaxpr, each with those that it holds, however deep, behind it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        yield from equations_inside(eqn)
+
+
+def equations_inside(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The equations that another one holds, however deep."""
+    for jaxpr in jaxprs_in(eqn.params):
+        yield from all_equations(jaxpr)
 
 
 def kernel_grid(params: Mapping[str, Any]) -> tuple[int, tuple[float, float] | None]:

@@ -16,7 +16,6 @@ import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.compile.repeats import repeated_runs
-from mpmd.compile.subprogram import num_equations
 from mpmd.graphs import equations
 from mpmd.tracing.folding import integer_of
 from mpmd.tracing.new_equations import Atom
@@ -73,7 +72,7 @@ class _Outline:
             for k, value in enumerate(found):
                 self.values[kind, k][value] += 1
         self.count = Counter(self.kinds)
-        self.weights = [1 + sum(map(num_equations, compat.jaxprs_in(e.params))) for e in jaxpr.eqns]
+        self.weights = [1 + sum(1 for _ in compat.equations_inside(e)) for e in jaxpr.eqns]
 
     def may_hold(self, other: "_Outline") -> bool:
         """Whether the other program may be most of this one."""

@@ -74,7 +74,7 @@ class Division:
 
 def num_equations(jaxpr: compat.Jaxpr) -> int:
     """Equations, with those of the functions that they call."""
-    return sum(1 + sum(map(num_equations, compat.jaxprs_in(e.params))) for e in jaxpr.eqns)
+    return sum(1 for _ in compat.all_equations(jaxpr))
 
 
 class Pattern:
@@ -90,7 +90,7 @@ class Pattern:
 
     def __init__(self, jaxpr: compat.Jaxpr, numbers: dict[Hashable, int]):
         self.jaxpr = jaxpr
-        self.weights = [1 + sum(map(num_equations, compat.jaxprs_in(e.params))) for e in jaxpr.eqns]
+        self.weights = [1 + sum(1 for _ in compat.equations_inside(e)) for e in jaxpr.eqns]
         self.size = sum(self.weights)
         self.kinds = [numbers.setdefault(compat.equation_key(e), len(numbers)) for e in jaxpr.eqns]
         self.origin = {v: (i, k) for i, e in enumerate(jaxpr.eqns) for k, v in enumerate(e.outvars)}

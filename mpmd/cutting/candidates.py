@@ -95,9 +95,4 @@ class Candidates:
 
 def marks_in(eqn: compat.JaxprEqn) -> Iterator[compat.JaxprEqn]:
     """The marks in what an equation runs, however deep."""
-    for jaxpr in compat.jaxprs_in(eqn.params):
-        for inner in jaxpr.eqns:
-            if inner.primitive is mark_p:
-                yield inner
-            else:
-                yield from marks_in(inner)
+    return (e for e in compat.equations_inside(eqn) if e.primitive is mark_p)

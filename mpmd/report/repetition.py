@@ -106,15 +106,13 @@ def _picked_by(eqn: compat.JaxprEqn) -> frozenset[int]:
 
 def _axes_inside(jaxpr: compat.Jaxpr) -> Iterator[str]:
     """The mesh axes that constraints, types and `shard_map` name in a program."""
-    for eqn in jaxpr.eqns:
+    for eqn in compat.all_equations(jaxpr):
         if eqn.primitive.name == "shard_map":
             yield from eqn.params["newly_manual_axes"]
         for v in eqn.outvars:
             yield from _axes_of(getattr(v.aval, "sharding", None))
         for key in ("sharding", "dst_sharding"):
             yield from _axes_of(eqn.params.get(key))
-        for inner in compat.jaxprs_in(eqn.params):
-            yield from _axes_inside(inner)
 
 
 def _axes_of(sharding: object, without: Collection[int] = ()) -> Iterator[str]:

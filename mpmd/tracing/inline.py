@@ -109,10 +109,7 @@ def _plain_loop(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
 
 def contains(jaxpr: compat.Jaxpr, primitives: Collection[compat.Primitive]) -> bool:
     """Whether any equation of `jaxpr`, however deep, is one of `primitives`."""
-    return any(
-        e.primitive in primitives or any(contains(j, primitives) for j in compat.jaxprs_in(e.params))
-        for e in jaxpr.eqns
-    )
+    return any(e.primitive in primitives for e in compat.all_equations(jaxpr))
 
 
 def literals_of(closed: compat.ClosedJaxpr) -> dict[compat.Var, compat.Literal]:
@@ -155,7 +152,7 @@ def _check_is_no_rest_of_a_loop(eqn: compat.JaxprEqn) -> None:
         "_treduce_batch": ("batched by vmap", "Batch inside of fun: treduce(lambda x: jax.vmap(loss, (0, None))"),
     }
     whats = [what for rule, what in transformed.items() if compat.called_from(eqn, rule)]
-    if whats and any(contains(jaxpr, (mark_p,)) for jaxpr in compat.jaxprs_in(eqn.params)):
+    if whats and any(e.primitive is mark_p for e in compat.equations_inside(eqn)):
         what, remedy = whats[0]
         raise StageError(
             f"treduce is {what} as a whole, at {compat.source_line(eqn)}: what is left is no pipelined loop.\n"
@@ -207,10 +204,4 @@ def _name_of(eqn: compat.JaxprEqn) -> str:
 
 def _first(jaxpr: compat.Jaxpr, primitive: compat.Primitive, wanted: Callable = lambda eqn: True) -> Any:
     """The first equation of a primitive, however deep; None if there is none."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is primitive and wanted(eqn):
-            return eqn
-        for inner in compat.jaxprs_in(eqn.params):
-            if (found := _first(inner, primitive, wanted)) is not None:
-                return found
-    return None
+    return next((e for e in compat.all_equations(jaxpr) if e.primitive is primitive and wanted(e)), None)

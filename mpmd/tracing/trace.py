@@ -170,7 +170,7 @@ def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, names: tuple[str, ...]) -
     """
     if axis is None:
         return
-    for eqn in jaxpr.eqns:
+    for eqn in compat.all_equations(jaxpr):
         if eqn.primitive.name not in ("pvary", "pcast") and _names_axis(eqn, axis, names):
             what = eqn.primitive.name.replace("_invariant", "")
             where = compat.source_line(eqn)
@@ -179,8 +179,6 @@ def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, names: tuple[str, ...]) -
                 f" {axis!r} has size 1.\n  Leave {axis!r} out of specs and collectives inside the step;"
                 " values cross groups where stages end."
             )
-        for inner in compat.jaxprs_in(eqn.params):
-            _check_axis(inner, axis, names)
 
 
 _NAMING = ("axes", "axis_name", "axis_index_groups", "axis", "in_specs", "out_specs", "out_sharding")
