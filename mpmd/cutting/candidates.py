@@ -46,11 +46,9 @@ class Candidates:
             if eqn.primitive is mark_p:
                 if eqn.params["kind"] == "forward":
                     found.append(Marked(eqn, 1, (eqn,)))
-            elif eqn.primitive.name == "scan" and not compat.is_transposed(eqn):
-                marks = list(marks_in(eqn))
-                forward = tuple(e for e in marks if e.params["kind"] == "forward")
-                if forward and all(e.params["kind"] != "backward" for e in marks):
-                    found.append(Marked(eqn, eqn.params["length"], forward))
+            elif marked_kind(eqn) == "forward":
+                forward = tuple(e for e in marks_in(eqn) if e.params["kind"] == "forward")
+                found.append(Marked(eqn, eqn.params["length"], forward))
         return cls(tuple(found))
 
     def __len__(self) -> int:
@@ -96,3 +94,14 @@ class Candidates:
 def marks_in(eqn: compat.JaxprEqn) -> Iterator[compat.JaxprEqn]:
     """The marks in what an equation runs, however deep."""
     return (e for e in compat.equations_inside(eqn) if e.primitive is mark_p)
+
+
+def marked_kind(eqn: compat.JaxprEqn) -> str | None:
+    """Whether a scan's body holds a mark: `forward`, `backward` (also beside a forward mark that is computed again) or
+    `tangent`; None if it holds none, or a forward one in a backward pass.
+    """
+    if eqn.primitive.name != "scan":
+        return None
+    kinds = {m.params["kind"] for m in marks_in(eqn)}
+    kind = next((kind for kind in ("backward", "forward", "tangent") if kind in kinds), None)
+    return None if kind == "forward" and compat.is_transposed(eqn) else kind

@@ -10,9 +10,9 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 from mpmd import _jax_compat as compat
-from mpmd.cutting.candidates import marks_in
+from mpmd.cutting.candidates import marked_kind, marks_in
 from mpmd.cutting.pieces import Rows
-from mpmd.cutting.split_scans import marked_kind, split_scans, without_marks
+from mpmd.cutting.split_scans import split_scans, without_marks
 from mpmd.cutting.spread import Spread
 from mpmd.graphs import equations
 from mpmd.ops.stage_end import mark_p

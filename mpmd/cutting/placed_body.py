@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
-from mpmd.cutting.candidates import Candidates, Marked
-from mpmd.cutting.split_scans import marks_in, tied_scans
+from mpmd.cutting.candidates import Candidates, Marked, marks_in
+from mpmd.cutting.split_scans import tied_scans
 from mpmd.graphs.backward_stages import backward_stages, find_backward
 from mpmd.graphs.body import Body, Node, hoist, with_places
 from mpmd.graphs.marks import Marks, forget_marks

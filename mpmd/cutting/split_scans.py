@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd.cutting.candidates import marks_in
+from mpmd.cutting.candidates import marked_kind, marks_in
 from mpmd.cutting.pieces import Rows, join_eqn, split_eqn
 from mpmd.graphs.open_loops import Carry, OpenLoop
 from mpmd.ops.stage_end import MarkId, boundaries, mark_p, without
@@ -46,17 +46,6 @@ def without_marks(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
     closed = eqn.params["jaxpr"]
     bare = compat.ClosedJaxpr(without(closed.jaxpr, (mark_p,)), closed.consts)
     return eqn.replace(params={**eqn.params, "jaxpr": bare})
-
-
-def marked_kind(eqn: compat.JaxprEqn) -> str | None:
-    """Whether a scan's body holds a mark: `forward`, `backward` (also beside a forward mark that is computed again) or
-    `tangent`; None if it holds none, or a forward one in a backward pass.
-    """
-    if eqn.primitive.name != "scan":
-        return None
-    kinds = {m.params["kind"] for m in marks_in(eqn)}
-    kind = next((kind for kind in ("backward", "forward", "tangent") if kind in kinds), None)
-    return None if kind == "forward" and compat.is_transposed(eqn) else kind
 
 
 def tied_scans(jaxpr: compat.Jaxpr) -> dict[int, tuple[int, str]]:
