@@ -73,6 +73,7 @@ from mpmd._jax_compat.jaxprs import (
     physical_aval,
     register_dce_rule,
     renamed,
+    renamed_equations,
     scan_params,
     scan_sizes,
     shaped_array,

@@ -71,6 +71,14 @@ def renamed(v: Var | Literal, names: Mapping[Any, Var | Literal]) -> Var | Liter
     return v if isinstance(v, Literal) else names.get(v, v)
 
 
+def renamed_equations(eqns: Iterable[JaxprEqn], names: Mapping[Any, Any]) -> list[JaxprEqn]:
+    """Equations with other variables, those that `names` has; what they read may be literals."""
+    return [
+        e.replace(invars=[renamed(v, names) for v in e.invars], outvars=[names.get(v, v) for v in e.outvars])
+        for e in eqns
+    ]
+
+
 def _effects(eqns: Sequence[JaxprEqn]) -> frozenset[Any]:
     return frozenset().union(*(e.effects for e in eqns))
 

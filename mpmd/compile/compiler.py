@@ -16,7 +16,7 @@ from mpmd import _jax_compat as compat
 from mpmd.arrays.layouts import memory_kind, shortest
 from mpmd.compile.executable import DistinctProgram, Executable, Parts, Threads, nbytes_on_a_device, on_mesh
 from mpmd.compile.repeats import LEAST, BlockSite, block_of, common_blocks
-from mpmd.compile.subprogram import Pattern, ReuseRule, Subprogram, num_equations, renamed_equations
+from mpmd.compile.subprogram import Pattern, ReuseRule, Subprogram, num_equations
 from mpmd.compile.updates import Instance, Update, apart, common_leaves, joined
 from mpmd.errors import StageError
 from mpmd.graphs import equations
@@ -464,7 +464,7 @@ def _joined(
     for program, taken in zip(programs, takes, strict=True):
         jaxpr = compat.with_new_vars(program).jaxpr  # several may hold the same cheap equation
         names = {v: at.setdefault(i, v) for i, v in zip(taken, jaxpr.invars, strict=True)}
-        eqns += renamed_equations(jaxpr.eqns, names)
+        eqns += compat.renamed_equations(jaxpr.eqns, names)
         at |= {i: compat.renamed(v, names) for i, v in enumerate(jaxpr.outvars, begin)}
         begin += len(jaxpr.outvars)
     return compat.make_jaxpr([at[i] for i in range(num_args)], [at[i] for i in results], eqns, name)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -234,7 +234,8 @@ class Pattern:
         copied = equations.live_equations([self.jaxpr.eqns[i] for i in sorted(inside)], wanted)
         if not all(map(_is_copied, copied)):
             return None
-        outside = renamed_equations([*copied, *outside], {v: compat.Var(v.aval) for e in copied for v in e.outvars})
+        names = {v: compat.Var(v.aval) for e in copied for v in e.outvars}
+        outside = compat.renamed_equations([*copied, *outside], names)
         outside = [e for v in nothing.values() for e in full_equations(v, -0.0)] + outside
         needed = {id(e) for e in equations.live_equations(outside, reads)}
         before = [e for e in outside if id(e) in needed]
@@ -275,14 +276,6 @@ def _is_copied(eqn: compat.JaxprEqn) -> bool:
 
 _MAX_COPIED = 1024
 _GIVING = frozenset(("broadcast_in_dim", "reshard"))
-
-
-def renamed_equations(eqns: Sequence[compat.JaxprEqn], names: Mapping[compat.Var, Atom]) -> list[compat.JaxprEqn]:
-    """Equations with other variables."""
-    return [
-        e.replace(invars=[compat.renamed(v, names) for v in e.invars], outvars=[names.get(v, v) for v in e.outvars])
-        for e in eqns
-    ]
 
 
 def _piece(eqns: Sequence[compat.JaxprEqn], wanted: Sequence[Atom]) -> Subprogram:

@@ -113,8 +113,7 @@ def chain(
         carry[i] = _sum(eqns, eqn, parts[i])
     renamed = [*zip(carry, loop.carry, strict=True), *zip(ys[0] if last == 0 else (), loop.stacks, strict=False)]
     names = {v: x[-1] for v, x in renamed if not isinstance(x[-1], compat.DropVar)}
-    eqns = [e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in eqns]
-    eqns = [e.replace(invars=[compat.renamed(v, names) for v in e.invars]) for e in eqns]
+    eqns = compat.renamed_equations(eqns, names)
     for j, stack in enumerate(loop.stacks if last else ()):
         if not isinstance(stack.outer, compat.DropVar):
             eqns.append(join_eqn(eqn, [ys[k][j] for k in range(len(rows.ranges))], rows, stack.outer))

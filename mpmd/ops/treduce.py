@@ -334,12 +334,9 @@ def _with_own_constants(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
             rest.append((v, c))
         else:
             own[v] = compat.Literal(np.asarray(c), v.aval)
-
-    def held(atoms: Sequence[compat.Var | compat.Literal]) -> list[compat.Var | compat.Literal]:
-        return [v if isinstance(v, compat.Literal) else own.get(v, v) for v in atoms]
-
-    eqns = [e.replace(invars=held(e.invars)) for e in body.jaxpr.eqns]
-    jaxpr = compat.new_jaxpr(body.jaxpr, constvars=[v for v, _ in rest], eqns=eqns, outvars=held(body.jaxpr.outvars))
+    eqns = compat.renamed_equations(body.jaxpr.eqns, own)
+    outvars = [compat.renamed(v, own) for v in body.jaxpr.outvars]
+    jaxpr = compat.new_jaxpr(body.jaxpr, constvars=[v for v, _ in rest], eqns=eqns, outvars=outvars)
     return compat.ClosedJaxpr(jaxpr, [c for _, c in rest])
 
 

@@ -23,8 +23,7 @@ class Equations(NamedTuple):
 
     def named(self, results: Sequence[compat.Var]) -> list[compat.JaxprEqn]:
         """The equations, with other names for their results."""
-        names = dict(zip(self.outs, results, strict=True))
-        return [e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in self.eqns]
+        return compat.renamed_equations(self.eqns, dict(zip(self.outs, results, strict=True)))
 
 
 def equations_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations:
