@@ -5,6 +5,7 @@ What else has no stage of its own goes to its first reader, and residuals that o
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Callable
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
@@ -13,7 +14,7 @@ from mpmd.graphs.body import Body, Node, Place
 
 def place_floating(body: Body, num_stages: int) -> Body:
     """Places floating equations at their first reader, except those that are cheap to compute again (`clonable`)."""
-    clonable = _cheap_on_data(body)
+    clonable = cheap_on_data(body, lambda node: node.place is None)
     # Places in the order in which one microbatch passes them.
     order = [Place(s, "F") for s in range(num_stages)] + [Place(s, "B") for s in reversed(range(num_stages))]
     rank = {p: i for i, p in enumerate(order)}
@@ -36,15 +37,15 @@ def place_floating(body: Body, num_stages: int) -> Body:
     return body.with_nodes(reversed(nodes))
 
 
-def _cheap_on_data(body: Body) -> set[Node]:
-    """The floating equations that each reader may compute again: cheap ones on the microbatch alone."""
+def cheap_on_data(body: Body, may_float: Callable[[Node], bool]) -> set[Node]:
+    """Of the equations that may float, those that each reader may compute again: cheap ones on the microbatch alone."""
     free: set[compat.Var] = {body.index, *body.operands}
     found: set[Node] = set()
     for node in body.nodes:
         if not node.per_microbatch:
             free.update(node.eqn.outvars)
         elif (
-            node.place is None
+            may_float(node)
             and not equations.is_heavy(node.eqn)
             and all(v in free for v in node.inputs)
             and not body.reads_whole_operand(node)

@@ -12,6 +12,7 @@ from mpmd.graphs import equations
 from mpmd.graphs.body import Body, Node
 from mpmd.graphs.marks import Marks
 from mpmd.graphs.minimum_cut import Cost, Labelling, cheapest_labels
+from mpmd.partition.floating import cheap_on_data
 from mpmd.tracing.new_equations import Atom
 
 Parameters = frozenset[compat.Var]
@@ -219,15 +220,8 @@ def _floating(body: Body, marks: Marks, forward: Sequence[Node], roots: Roots) -
         if node in needed and (reads[node] or any(v in entered for v in node.inputs)):
             entered.update(node.eqn.outvars)
             owned |= reads[node]
-    free = {body.index, *body.operands, *(v for n in body.nodes if not n.per_microbatch for v in n.eqn.outvars)}
-    floating: set[Node] = set()
-    for node in forward:
-        is_cheap = node not in marks.number and not equations.is_heavy(node.eqn) and not body.reads_whole_operand(node)
-        in_stage_zero = reads[node] & owned or not entered.isdisjoint(node.eqn.outvars)
-        if is_cheap and not in_stage_zero and all(v in free for v in node.inputs):
-            floating.add(node)
-            free.update(node.eqn.outvars)
-    return floating
+    elsewhere = {n for n in forward if not reads[n] & owned and entered.isdisjoint(n.eqn.outvars)}
+    return cheap_on_data(body, (elsewhere - marks.number.keys()).__contains__)
 
 
 def _parameter_roots(body: Body) -> dict[compat.Var, Parameters]:
