@@ -357,10 +357,7 @@ def _scan_or_while(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> 
 
 
 def _cond(rewriter: Rewriter, eqn: compat.JaxprEqn, opened: Opened) -> None:
-    ins = rewriter.of(eqn.invars[1:])
-    outs = [
-        None if isinstance(v, compat.DropVar) else r for v, r in zip(eqn.outvars, rewriter.of(eqn.outvars), strict=True)
-    ]
+    ins, outs = rewriter.of(eqn.invars[1:]), rewriter.of(eqn.outvars)
     branches = tuple(_closed(rewriter.inside(jaxpr, ins, outs)) for jaxpr in opened.inner)
     rewriter.on_pieces(eqn, [None, *ins], outs, branches=branches)
 
