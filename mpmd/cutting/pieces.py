@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.tracing.new_equations import Atom
@@ -64,6 +65,13 @@ def with_rows(aval: compat.Aval, axis: int, rows: int) -> compat.Aval:
 def cut(x: jax.Array, rows: Rows) -> list[jax.Array]:
     """The pieces of an array."""
     return [jax.lax.slice_in_dim(x, start, stop, axis=rows.axis) for start, stop in rows.ranges]
+
+
+def pieces_of(x: jax.Array | np.ndarray, rows: Rows) -> Sequence[jax.Array | np.ndarray]:
+    """The pieces of an array, which are NumPy's if it is."""
+    if not isinstance(x, np.ndarray):
+        return cut(x, rows)
+    return [x[(*[slice(None)] * rows.axis, slice(start, stop))] for start, stop in rows.ranges]
 
 
 split_rows_p = compat.Primitive("split_rows")

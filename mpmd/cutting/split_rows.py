@@ -10,10 +10,9 @@ import functools
 from collections.abc import Iterable, Sequence
 
 import jax
-import numpy as np
 
 from mpmd import _jax_compat as compat
-from mpmd.cutting.pieces import Rows, cut, join_rows_p, split_rows_p
+from mpmd.cutting.pieces import Rows, join_rows_p, pieces_of, split_rows_p
 from mpmd.cutting.rewrite_rows import Cut, Rewriter, WholeStack
 from mpmd.cutting.sliced_stacks import sliced_stacks
 from mpmd.cutting.spread import Spread
@@ -93,7 +92,8 @@ def split_rows(
     wishes = zip(jaxpr.outvars, out_rows, whole_results, strict=True)
     cut_outs = [None if whole else rows or _as_state(spread, v, state) for v, rows, whole in wishes]
     done = rewriter.rewrite(jaxpr, cut_ins, cut_outs)
-    consts = [p for c, r in zip(trace.consts, cut_ins, strict=False) for p in _cut_constant(c, r)]
+    of_consts = zip(trace.consts, cut_ins, strict=False)
+    consts = [p for c, r in of_consts for p in ([c] if r is None else pieces_of(c, r))]
     cut_ins = cut_ins[len(trace.consts) :]
     return SplitStep(
         trace,
@@ -131,14 +131,6 @@ def _as_state(spread: Spread, v: Atom, state: Sequence[tuple[Atom, Atom]]) -> Ro
     """How a result is cut of which the user says nothing; state is cut like the argument whose place it takes."""
     argument = next((a for a, out in state if out is v), v)
     return spread.of(argument)
-
-
-def _cut_constant(value: jax.Array | np.ndarray, rows: Rows | None) -> Sequence[jax.Array | np.ndarray]:
-    if rows is None:
-        return [value]
-    if isinstance(value, np.ndarray):
-        return [np.take(value, range(start, stop), rows.axis) for start, stop in rows.ranges]
-    return cut(value, rows)
 
 
 def _tree(tree: TreeDef, rows: Cut) -> TreeDef:

@@ -15,7 +15,7 @@ from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.layouts import mpmd_sharding
 from mpmd.arrays.sharding import Key, MpmdSharding
 from mpmd.compile.step import StepPrograms
-from mpmd.cutting.pieces import Rows, cut
+from mpmd.cutting.pieces import Rows, pieces_of
 from mpmd.cutting.split_rows import SplitStep
 from mpmd.run import device_put
 from mpmd.tracing.arguments import Args, Kwargs, check_leaves, leaf_type, short_type
@@ -211,10 +211,7 @@ def _pieces(x: ArrayLike, rows: Rows | None) -> Sequence[ArrayLike]:
         x = x._readable()
     if rows is None:
         return [x]
-    if isinstance(x, jax.Array):
-        return cut(x, rows)
-    before = (slice(None),) * rows.axis
-    return [np.asarray(x)[(*before, slice(start, stop))] for start, stop in rows.ranges]
+    return pieces_of(x if isinstance(x, jax.Array) else np.asarray(x), rows)
 
 
 def _check_movable(x: jax.Array, sharding: MpmdSharding) -> None:
