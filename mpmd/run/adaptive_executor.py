@@ -16,9 +16,9 @@ import jax
 from mpmd.compile.program import loop_graph
 from mpmd.compile.step import LoopProgram
 from mpmd.job import wires
-from mpmd.run.bound_instruction import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
-from mpmd.run.executor import Executor, Instruction
-from mpmd.run.run_ahead import after, give_up
+from mpmd.run.bound_instruction import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction, Instruction
+from mpmd.run.executor import Executor
+from mpmd.run.run_ahead import after
 from mpmd.run.slots import SlotValues
 from scheduler import Adaptive
 from scheduler.programs.ahead import EventPlan, PlannedEvent, PlanProgress
@@ -125,10 +125,7 @@ class AdaptiveExecutor(Executor):
         try:
             self._go_along(progress, order, slots, instructions, base)
         except Exception as e:
-            give_up((self._instructions[i[-1]][1] for i in instructions if not progress.is_done[i[-1]]), base)
-            e.add_note(f"jax-mpmd: while it ran {self.text(self._begun_last)}")
-            if self._alone is not None:
-                e.add_note(self._alone.failed(e))
+            self._failed(e, self._begun_last, (i for i in instructions if not progress.is_done[i[-1]]), base)
             raise
         for recorder in (vars(self).get("_recorder"), self._accounts and self._accounts.recorder):
             if recorder is not None:

@@ -28,11 +28,11 @@ from mpmd.observe.flight import Flight
 from mpmd.run import device_put
 from mpmd.run.adaptive_executor import AdaptiveExecutor
 from mpmd.run.bindings import Bindings, values_of_instruction, with_added
-from mpmd.run.bound_instruction import HostCall
+from mpmd.run.bound_instruction import HostCall, Instruction
 from mpmd.run.bound_transfers import variables_of
 from mpmd.run.bucket_executor import BucketExecutor
 from mpmd.run.digests import copies_with_digests, digests
-from mpmd.run.executor import Executor, Instruction
+from mpmd.run.executor import Executor
 from mpmd.run.results_at_rest import ResultsAtRest
 from scheduler import Call, Program, Run, Value
 from scheduler.base.bounded import BoundedDict
@@ -213,12 +213,6 @@ class AuditedExecutor(Executor):
             self._sampling.begin(self._epoch)
         return is_first
 
-    def _take(self, bindings: Bindings, instructions: list[Instruction], flight: Flight) -> None:
-        """The next call runs this."""
-        self.bindings, self._instructions, self.flight = bindings, instructions, flight
-        for name in ("_recorder", "_annotated"):
-            vars(self).pop(name, None)
-
     def _audited(self) -> tuple[tuple[Bindings, list[Instruction], Flight], audits.Audit] | None:
         """The next call with an audit, the same in every process; None if nothing of it can be audited."""
         if (drawn := self._drawn()) is None:
@@ -240,7 +234,7 @@ class AuditedExecutor(Executor):
         bindings = with_added(
             self.bindings, own.places, plan.added, call.programs, plan.program, self.job, drawn.alike
         )  # fmt: skip
-        bound = [(b.code, b.act, b.reads, b.writes, b.frees, k) for k, b in enumerate(bindings.instructions)]
+        bound = [b.walked(number) for number, b in enumerate(bindings.instructions)]
         return (bindings, bound, Flight(len(bound))), audit
 
     def _drawn(self) -> _Drawn | None:

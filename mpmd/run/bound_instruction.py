@@ -10,6 +10,8 @@ from mpmd.compile.executable import Executable
 from scheduler import Task, Value
 
 RUN, MOVE, ALIAS, SEND, RECV = range(5)
+# As the executor walks it: a code, what to call, slots that are read, written and freed, and its number.
+Instruction = tuple[int, Any, Any, Any, tuple[int, ...], int]
 
 
 class Crossing(NamedTuple):
@@ -67,6 +69,10 @@ class BoundInstruction:
     def __post_init__(self):
         if self.code == RUN and self.executable is None:  # one that was replaced after `Bindings.finish` has its own
             self.executable = self.act
+
+    def walked(self, number: int) -> Instruction:
+        """As the executor walks it."""
+        return self.code, self.act, self.reads, self.writes, self.frees, number
 
     @property
     def name(self) -> str:

@@ -24,8 +24,8 @@ from mpmd.job import wires
 from mpmd.job.notes import Note, Values
 from mpmd.run.agreement import Announcement
 from mpmd.run.bindings import Bindings, BoundBuckets
-from mpmd.run.bound_instruction import BoundInstruction
-from mpmd.run.executor import Executor, Instruction
+from mpmd.run.bound_instruction import BoundInstruction, Instruction
+from mpmd.run.executor import Executor
 from mpmd.run.turns import EARLY, FOLLOWED, KINDS, Change, Sums, reading
 from mpmd.tracing.trace import Trace
 from scheduler import Program, Value
@@ -101,7 +101,7 @@ class _Picked(Sequence[BoundInstruction]):
     def put(self, place: int, b: BoundInstruction) -> None:
         """Another instruction in some place that the call has."""
         number = self._number(place)
-        self._changed[place], self.walked[number] = b, _walked(b, number)
+        self._changed[place], self.walked[number] = b, b.walked(number)
         self._more.pop(place, None)
 
     def read_more(self, place: int, more: list[int]) -> None:
@@ -197,7 +197,7 @@ class BucketExecutor(Executor):
                 bindings.finish()
                 programs.compiler.release()
             instructions = [bindings.instructions for bindings in self._bound_buckets.of]
-            walked = [[_walked(b, k) for k, b in enumerate(own)] for own in instructions]
+            walked = [[b.walked(k) for k, b in enumerate(own)] for own in instructions]
             self._tables = _table(instructions), _table(walked)
             self._is_finished = True
 
@@ -207,9 +207,8 @@ class BucketExecutor(Executor):
         if key not in self._kept:
             self._kept[key] = self._call_of(order, permutations, arrays)
         self._order, self._permutations = key
-        self.bindings, self._instructions, self._arguments, self._number, self._kept_of_plan = self._kept[key]
-        for name in ("_recorder", "_annotated"):
-            vars(self).pop(name, None)
+        bindings, instructions, self._arguments, self._number, self._kept_of_plan = self._kept[key]
+        self._take(bindings, instructions, self.flight)
 
     def _call_of(self, order: Order, permutations: Permutations, arrays: Sequence[MicrobatchArray]) -> _Prepared:
         first, local, slots = self._bound_buckets.of[0], self._programs.mesh.local_groups, self._bound_buckets.slots
@@ -267,7 +266,7 @@ class BucketExecutor(Executor):
         instructions, walked = (np.stack([table] * len(KINDS)) for table in self._tables)
         for kind, (bucket, own) in itertools.product((EARLY, FOLLOWED), enumerate(self._bound_buckets.of)):
             for k, b in self._sums.of_kind(kind, own.instructions, bucket).items():
-                instructions[kind, bucket, k], walked[kind, bucket, k] = b, _walked(b, k)
+                instructions[kind, bucket, k], walked[kind, bucket, k] = b, b.walked(k)
         return instructions, walked
 
     def _numbered_anew(self, permutations: Permutations) -> list[object]:
@@ -312,10 +311,6 @@ def _what(b: BoundInstruction) -> Hashable:
     """What all buckets do in one place."""
     crossing = None if b.crossing is None else (b.crossing.source, b.crossing.target, b.crossing.value.microbatch)
     return b.group, b.code, b.tasks, crossing
-
-
-def _walked(b: BoundInstruction, number: int) -> Instruction:
-    return b.code, b.act, b.reads, b.writes, b.frees, number
 
 
 def _table(rows: Iterable[Sequence[object]]) -> np.ndarray:

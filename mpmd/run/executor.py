@@ -8,7 +8,7 @@ import contextlib
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,16 +28,13 @@ from mpmd.run import nans
 from mpmd.run.accounts import Accounts, Measured
 from mpmd.run.agreement import Announcement, Given, agree, plan_of, values_to_compare, warm_up
 from mpmd.run.bindings import Bindings, bind
-from mpmd.run.bound_instruction import MOVE, RECV, RUN, SEND
+from mpmd.run.bound_instruction import MOVE, RECV, RUN, SEND, Instruction
 from mpmd.run.run_ahead import give_up
 from mpmd.run.slots import SlotValues
 from mpmd.run.timing import Recorder
 from mpmd.tracing.trace import Trace
 from mpmd.users_frame import users_frame
 from scheduler import Program, Task
-
-# A code, what to call, slots that are read, written and freed, and its number: see `BoundInstruction`.
-Instruction = tuple[int, Any, Any, Any, tuple[int, ...], int]
 
 
 class Executor:
@@ -295,11 +292,15 @@ class Executor:
                 for slot in frees:
                     slots[slot] = None
         except Exception as e:
-            give_up((self._instructions[i[-1]][1] for i in instructions if i[-1] >= number), base)
-            e.add_note(f"jax-mpmd: while it ran {self.text(number)}")
-            if self._alone is not None:  # in a job the watchdog does it, if nobody catches the error
-                e.add_note(self._alone.failed(e))
+            self._failed(e, number, (i for i in instructions if i[-1] >= number), base)
             raise
+
+    def _failed(self, error: Exception, number: int, left: Iterable[Instruction], base: int) -> None:
+        """An error has come from an instruction: nobody waits for those that are left."""
+        give_up((self._instructions[i[-1]][1] for i in left), base)
+        error.add_note(f"jax-mpmd: while it ran {self.text(number)}")
+        if self._alone is not None:  # in a job the watchdog does it, if nobody catches the error
+            error.add_note(self._alone.failed(error))
 
     def _chosen(self) -> list[Instruction]:
         """The instructions; each in a span of its own while a profile is taken, or looking at what it returns."""
@@ -316,8 +317,13 @@ class Executor:
         ]
 
     def _bound(self) -> list[Instruction]:
-        bound = enumerate(self.bindings.instructions)
-        return [(b.code, b.act, b.reads, b.writes, b.frees, number) for number, b in bound]
+        return [b.walked(number) for number, b in enumerate(self.bindings.instructions)]
+
+    def _take(self, bindings: Bindings, instructions: list[Instruction], flight: Flight) -> None:
+        """The next call runs this."""
+        self.bindings, self._instructions, self.flight = bindings, instructions, flight
+        for name in ("_recorder", "_annotated"):
+            vars(self).pop(name, None)
 
     def _first(self) -> list[Instruction]:
         """The instructions of a first step, which begins while later programs are compiled or loaded.
