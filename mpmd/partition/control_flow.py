@@ -12,9 +12,8 @@ body) that concerns it, and what is sent is the predicate and what the branches 
 """
 
 import dataclasses
-import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -270,41 +269,24 @@ def _cut_loop(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
 
 def _unrolled(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinned]:
     """The iterations of a `scan` one after the other, as equations of the step."""
-    params = eqn.params
-    (n, m), length = compat.scan_sizes(eqn), params["length"]
-    consts, carry, xs = eqn.invars[:n], list(eqn.invars[n : n + m]), eqn.invars[n + m :]
-    found: list[_Pinned] = []
-    stacked: list[list] = [[None] * length for _ in eqn.outvars[m:]]
+    (n, m), run = compat.scan_sizes(eqn), compat.jaxpr_as_fun(eqn.params["jaxpr"])
+    numbers = range(eqn.params["length"])
+    wanted = [i for i, v in enumerate(eqn.outvars) if not isinstance(v, compat.DropVar)]
 
-    def add(eqns: Iterable[compat.JaxprEqn]) -> None:
-        for e in eqns:
-            found.extend(pinned_parts(e, pins, donor_of))
+    def iterations(*operands: jax.Array) -> list[jax.Array]:
+        consts, carry, xs = operands[:n], operands[n : n + m], operands[n + m :]
+        rows: dict[int, Sequence[jax.Array]] = {}
+        for i in reversed(numbers) if eqn.params["reverse"] else numbers:
+            outs = run(*consts, *carry, *(jax.lax.index_in_dim(x, i, 0, keepdims=False) for x in xs))
+            carry, rows[i] = outs[:m], outs[m:]
+        return [jnp.copy(carry[i]) if i < m else stack(i, [rows[k][i - m] for k in numbers]) for i in wanted]
 
-    for i in range(length):
-        at = length - 1 - i if params["reverse"] else i
-        slices = []
-        for x in xs:
-            eqns, (row,) = trace_equations(lambda x, at=at: jax.lax.index_in_dim(x, at, 0, keepdims=False), x)
-            add(eqns)
-            slices.append(row)
-        body = flat_on(params["jaxpr"], [*consts, *carry, *slices])
-        add(body.eqns)
-        carry = body.outs[:m]
-        for rows, y in zip(stacked, body.outs[m:], strict=True):
-            rows[at] = y
-    results = [([c], lambda x: jnp.copy(x)) for c in carry] + [
-        (rows, _stack_of(v)) for v, rows in zip(eqn.outvars[m:], stacked, strict=True)
-    ]
-    for v, (atoms, make) in zip(eqn.outvars, results, strict=True):
-        if not isinstance(v, compat.DropVar):
-            add(trace_equations(make, *atoms).named([v]))
-    return found
+    def stack(i: int, rows: Sequence[jax.Array]) -> jax.Array:
+        aval = eqn.outvars[i].aval
+        return jnp.stack(rows) if rows else keys.zeros(aval.shape, aval.dtype, explicit_sharding(aval))
 
-
-def _stack_of(v: compat.Var) -> Callable[..., jax.Array]:
-    """Makes the stack of the rows of all iterations; there may be none."""
-    empty = functools.partial(keys.zeros, v.aval.shape, v.aval.dtype, explicit_sharding(v.aval))
-    return lambda *rows: jnp.stack(rows) if rows else empty()
+    eqns = trace_equations(iterations, *eqn.invars).named([eqn.outvars[i] for i in wanted])
+    return [part for e in eqns for part in pinned_parts(e, pins, donor_of)]
 
 
 _CUTS = {"cond": _cut_cond, "scan": _cut_loop, "while": _cut_loop}
