@@ -17,7 +17,7 @@ from mpmd.graphs.axis_rules import Factor, piece_params
 from mpmd.graphs.equations import live_equations
 from mpmd.ops.stage_end import mark_p
 from mpmd.ops.treduce import treduce_p
-from mpmd.tracing.new_equations import Atom, copy_equations, trace_equations
+from mpmd.tracing.new_equations import Atom, append, copy_equations, trace_equations
 
 Cut = Sequence[Rows | None]
 
@@ -233,12 +233,11 @@ class Rewriter:
                 config = list(eqn.params["padding_config"])
                 config[axis] = (a - start, stop - b, 0)
                 make = functools.partial(_padded, part=slice(a - first, b - first), axis=axis, config=config)
-                eqns, (piece,) = trace_equations(make, self._read_whole(eqn, v))
+                pieces.append(append(self._eqns, eqn, trace_equations(make, self._read_whole(eqn, v))))
             else:
-                eqns, (piece,) = trace_equations(lambda n=stop - start: jax.lax.full_like(with_rows(out, axis, n), 0))
-                self._zeros.add(piece)
-            self._eqns += [e.replace(source_info=eqn.source_info) for e in eqns]
-            pieces.append(piece)
+                zeros = trace_equations(lambda n=stop - start: jax.lax.full_like(with_rows(out, axis, n), 0))
+                pieces.append(append(self._eqns, eqn, zeros))
+                self._zeros.add(pieces[-1])
         self._set(eqn.outvars[0], rows, pieces)
 
     def _by_pieces(self, eqn: compat.JaxprEqn, factor: Factor, rows: Rows) -> None:
@@ -269,12 +268,9 @@ class Rewriter:
                 self._set(v, rows.on(axis), pieces)
 
     def _combined(self, eqn: compat.JaxprEqn, factor: Factor, pieces: Sequence[Atom]) -> Atom:
-        assert factor.combine is not None
-        total = pieces[0]
-        for piece in pieces[1:]:
-            eqns, (total,) = trace_equations(factor.combine, total, piece)
-            self._eqns += [e.replace(source_info=eqn.source_info) for e in eqns]
-        return total
+        combine = factor.combine
+        assert combine is not None
+        return functools.reduce(lambda x, y: append(self._eqns, eqn, trace_equations(combine, x, y)), pieces)
 
     # --- equations with jaxprs inside ---
 

@@ -6,6 +6,7 @@ by each piece for itself; the sums are added afterwards. So no such gradient cro
 """
 
 import dataclasses
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -17,7 +18,7 @@ from mpmd.cutting.candidates import marked_kind, marks_in
 from mpmd.cutting.pieces import Rows, join_eqn, split_eqn
 from mpmd.graphs.open_loops import Carry, OpenLoop
 from mpmd.ops.stage_end import MarkId, boundaries, mark_p, without
-from mpmd.tracing.new_equations import Atom, Equations, trace_equations
+from mpmd.tracing.new_equations import Atom, append, trace_equations
 
 
 def split_scans(body: compat.ClosedJaxpr, lengths: Sequence[tuple[int, ...]]) -> compat.ClosedJaxpr:
@@ -99,7 +100,8 @@ def chain(
         if kind == "backward" and last - n < len(marks):
             carry = _mark(eqns, eqn, marks[last - n], kind, carry, sums)
         if n:
-            carry = [_zeros(eqns, eqn, v) if i in sums else v for i, v in enumerate(carry)]
+            zeros = {i: append(eqns, eqn, trace_equations(jax.numpy.zeros_like, carry[i])) for i in sums}
+            carry = [zeros.get(i, v) for i, v in enumerate(carry)]
         k = last - n if eqn.params["reverse"] else n
         start, stop = rows.ranges[k]
         piece = _piece(loop, [x[k] for x in xs], carry, stop - start)
@@ -109,8 +111,12 @@ def chain(
             parts[i].append(carry[i])
         if kind == "forward" and n < len(marks):
             carry = _mark(eqns, eqn, marks[n], kind, carry, sums)
+
+    def add(total: Atom, part: Atom) -> Atom:  # as differentiation would write it
+        return append(eqns, eqn, trace_equations(compat.ad.add_jaxvals, total, part))
+
     for i in sums:
-        carry[i] = _sum(eqns, eqn, parts[i])
+        carry[i] = functools.reduce(add, parts[i])
     renamed = [*zip(carry, loop.carry, strict=True), *zip(ys[0] if last == 0 else (), loop.stacks, strict=False)]
     names = {v: x[-1] for v, x in renamed if not isinstance(x[-1], compat.DropVar)}
     eqns = compat.renamed_equations(eqns, names)
@@ -139,31 +145,13 @@ def _is_sum(loop: OpenLoop, carry: Carry) -> bool:
     v, out = carry.before, carry.after
     if v is out:
         return False
-    outs = [*(c.after for c in loop.carry), *(s.inner for s in loop.stacks)]
+    outs = loop.outs
     while v is not out:
         readers = [e for e in loop.eqns for x in e.invars if x is v]
         if len(readers) != 1 or readers[0].primitive.name != "add_any" or any(v is o for o in outs):
             return False
         (v,) = readers[0].outvars
     return sum(o is out for o in outs) == 1 and not any(x is out for e in loop.eqns for x in e.invars)
-
-
-def _zeros(eqns: list[compat.JaxprEqn], eqn: compat.JaxprEqn, v: Atom) -> Atom:
-    """Zeros like `v`; the equations that make them are appended."""
-    return _append(eqns, eqn, trace_equations(jax.numpy.zeros_like, v))
-
-
-def _sum(eqns: list[compat.JaxprEqn], eqn: compat.JaxprEqn, parts: Sequence[Atom]) -> Atom:
-    """The sum of gradients, as differentiation would write it."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = _append(eqns, eqn, trace_equations(compat.ad.add_jaxvals, total, part))
-    return total
-
-
-def _append(eqns: list[compat.JaxprEqn], eqn: compat.JaxprEqn, found: Equations) -> Atom:
-    eqns += [e.replace(source_info=eqn.source_info) for e in found.eqns]
-    return found.outs[0]
 
 
 def _mark(

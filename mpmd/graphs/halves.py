@@ -255,8 +255,7 @@ def _needed_carries(carry: Sequence[Carry], eqns: Sequence[compat.JaxprEqn], sta
 
 def _closed_scan(loop: OpenLoop) -> compat.JaxprEqn:
     """The scan of these parts, without operands that it does not read."""
-    outs = [*(c.after for c in loop.carry), *(s.inner for s in loop.stacks)]
-    read = set(equations.free_variables(equations.live_equations(loop.eqns, outs), outs))
+    read = set(equations.free_variables(equations.live_equations(loop.eqns, loop.outs), loop.outs))
     consts, rows = ([x for x in xs if x.inner in read] for xs in (loop.consts, loop.rows))
     eqn = dataclasses.replace(loop, consts=consts, rows=rows).closed()
     return eqn.replace(effects=eqn.params["jaxpr"].effects)

@@ -70,11 +70,15 @@ class OpenLoop:
         return dataclasses.replace(loop, test=test, test_consts=list(map(Operand, eqn.invars[:first], test.invars)))
 
     @property
+    def outs(self) -> list[Atom]:
+        """What an iteration gives: carries, and what is stacked."""
+        return [*(c.after for c in self.carry), *(s.inner for s in self.stacks)]
+
+    @property
     def body(self) -> compat.Jaxpr:
         """An iteration: of constants, carries and rows; it gives carries and what is stacked."""
         ins = [*(x.inner for x in self.consts), *(c.before for c in self.carry), *(x.inner for x in self.rows)]
-        outs = [*(c.after for c in self.carry), *(s.inner for s in self.stacks)]
-        return compat.make_jaxpr(ins, outs, live_equations(self.eqns, outs, (mark_p,)), "body").jaxpr
+        return compat.make_jaxpr(ins, self.outs, live_equations(self.eqns, self.outs, (mark_p,)), "body").jaxpr
 
     def closed(self) -> compat.JaxprEqn:
         """The equation of these parts."""

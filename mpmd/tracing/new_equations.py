@@ -26,6 +26,13 @@ class Equations(NamedTuple):
         return compat.renamed_equations(self.eqns, dict(zip(self.outs, results, strict=True)))
 
 
+def append(eqns: list[compat.JaxprEqn], like: compat.JaxprEqn, found: Equations) -> Atom:
+    """Appends equations, for users at the place of `like` in their code; returns the one result."""
+    eqns += [e.replace(source_info=like.source_info) for e in found.eqns]
+    (out,) = found.outs
+    return out
+
+
 def equations_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations:
     """The equations of a flat jaxpr on other operands; a cached jaxpr may be used many times."""
     env: dict = dict(zip(closed.jaxpr.invars, atoms, strict=True))
