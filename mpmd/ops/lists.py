@@ -6,6 +6,7 @@ the list itself (its length, an item) makes it part of the trace, as anything el
 """
 
 import contextlib
+import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -151,31 +152,28 @@ class _One:
         return "[*]"
 
 
+@dataclasses.dataclass(frozen=True)
 class _AboutList:
-    """What a pytree of `Microbatches` keeps beside its leaves."""
+    """What a pytree of `Microbatches` keeps beside its leaves.
 
-    def __init__(self, xs: Microbatches):
-        self.path, self.num_microbatches, self.is_counted = xs.path, xs.num_microbatches, xs.is_counted
+    Attributes:
+      counted: how many microbatches the trace is for, if it is for this number alone.
+    """
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _AboutList) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+    path: Path
+    counted: int | None
+    num_microbatches: int = dataclasses.field(compare=False)
 
     def __repr__(self):
         return "one for all of a list, which the jitted step takes"
-
-    @property
-    def _key(self) -> tuple[Path, int | None]:
-        return self.path, self.num_microbatches if self.is_counted else None
 
 
 def _flatten(xs: Microbatches) -> tuple[tuple, _AboutList | None]:
     xs.check_is_plain()
     if xs.is_guarded:
         return (xs.plain,), None
-    return (xs.one, xs.number, xs.plain), _AboutList(xs)
+    counted = xs.num_microbatches if xs.is_counted else None
+    return (xs.one, xs.number, xs.plain), _AboutList(xs.path, counted, xs.num_microbatches)
 
 
 def _flatten_with_keys(xs: Microbatches) -> tuple[tuple, _AboutList | None]:
@@ -188,7 +186,8 @@ def _unflatten(kept: _AboutList | None, children: Iterable[PyTree]) -> Any:
     children = tuple(children)
     if kept is None:
         return list(children[0])
-    return Microbatches(kept.path, children[0], children[1], kept.num_microbatches, kept.is_counted, children[2])
+    is_counted = kept.counted is not None
+    return Microbatches(kept.path, children[0], children[1], kept.num_microbatches, is_counted, children[2])
 
 
 jax.tree_util.register_pytree_with_keys(Microbatches, _flatten_with_keys, _unflatten, _flatten)
