@@ -185,9 +185,7 @@ def _part_of_cond(
                 eqns += zeros
                 outs += made
         bodies.append((eqns, outs))
-    reads = equations.variables([v for eqns, outs in bodies for v in (*(x for e in eqns for x in e.invars), *outs)])
-    made = {v for eqns, _ in bodies for e in eqns for v in e.outvars}
-    inputs = [v for v in reads if v not in made]
+    inputs = equations.variables(v for eqns, outs in bodies for v in equations.free_variables(eqns, outs))
     closed = tuple(compat.with_new_vars(compat.make_jaxpr(inputs, outs, eqns, "branch")) for eqns, outs in bodies)
     outvars = [*(eqn.outvars[j] for j in results), *handed]
     return eqn.replace(invars=[eqn.invars[0], *inputs], outvars=outvars, params={**eqn.params, "branches": closed})
