@@ -22,7 +22,7 @@ from mpmd.errors import StageError
 from mpmd.graphs.equations import variables
 from mpmd.graphs.scheduled_loop import ScheduledLoop
 from mpmd.ops.role import groups_of_stages
-from mpmd.ops.treduce import LoopInfo, treduce_p
+from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.inline import check_no_marks_inside
 from mpmd.tracing.trace import Trace
 from mpmd.users_frame import users_frame
@@ -72,7 +72,7 @@ def _with_schedule(eqn: compat.JaxprEqn, num_groups: int) -> compat.JaxprEqn:
         eqn = ends_of_roles(eqn, candidates)
         schedule = _schedule_of_roles(eqn, eqn.params["info"].schedule, num_groups)
         return eqn.replace(params={**eqn.params, "info": ScheduledLoop.of(eqn.params["info"], schedule)})
-    schedule = _schedule_of(eqn, candidates, num_groups)
+    schedule = _schedule_of(eqn, eqn.params["info"].schedule, candidates, num_groups)
     if candidates.are_optional:
         _check_candidates(eqn, candidates, schedule)
     return eqn.replace(params={**eqn.params, "info": ScheduledLoop.of(eqn.params["info"], schedule)})
@@ -173,7 +173,9 @@ def _cut_loop(eqn: compat.JaxprEqn, cuts: tuple[int, ...] | None, choice: Cut | 
     return eqn.replace(params={**eqn.params, "info": info, "jaxpr": body})
 
 
-def _schedule_of(eqn: compat.JaxprEqn, candidates: Candidates, num_groups: int) -> Schedule:
+def _schedule_of(
+    eqn: compat.JaxprEqn, given: Schedule | str | None, candidates: Candidates, num_groups: int
+) -> Schedule:
     """The schedule of a loop. One that is given by its name has as many stages as the cuts or the marks say.
 
     Where marks leave the stage ends open, a group has one stage, or two if the schedule has several.
@@ -181,22 +183,19 @@ def _schedule_of(eqn: compat.JaxprEqn, candidates: Candidates, num_groups: int) 
     Raises:
       StageError: a schedule of that name does not fit the marks and the groups.
     """
-    info: LoopInfo = eqn.params["info"]
-    assert info.schedule is not None, "a loop without a schedule is a loop of `lax` by now"
-    if isinstance(info.schedule, Adaptive):
-        inside = eqn.replace(params={**eqn.params, "info": dataclasses.replace(info, schedule=info.schedule.schedule)})
-        return dataclasses.replace(info.schedule, schedule=_schedule_of(inside, candidates, num_groups))
-    if not isinstance(info.schedule, str):
-        return info.schedule
+    assert given is not None, "a loop without a schedule is a loop of `lax` by now"
+    if isinstance(given, Adaptive):
+        return dataclasses.replace(given, schedule=_schedule_of(eqn, given.schedule, candidates, num_groups))
+    if not isinstance(given, str):
+        return given
+    cuts = eqn.params["info"].cuts
     try:
-        if info.cuts is not None:
-            return catalogue.for_marks(info.schedule, len(info.cuts), num_groups)
-        if candidates.are_optional:
-            return catalogue.make(info.schedule, num_groups=num_groups)
-        return catalogue.for_marks(info.schedule, len(candidates), num_groups)
+        if cuts is None and candidates.are_optional:
+            return catalogue.make(given, num_groups=num_groups)
+        return catalogue.for_marks(given, len(candidates if cuts is None else cuts), num_groups)
     except ValueError as e:
         raise StageError(
-            f"treduce at {compat.source_line(eqn)}: schedule is {info.schedule!r}, and {e}\n"
+            f"treduce at {compat.source_line(eqn)}: schedule is {given!r}, and {e}\n"
             "  Call mark_stage_end at the end of each stage, or take another schedule."
         ) from None
 
