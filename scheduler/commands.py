@@ -156,7 +156,7 @@ def check(options: argparse.Namespace) -> int:
             raise ScheduleError(f"{options.file}: the number of {name} is {found}; expected {wanted}. Is it cut off?")
     if not options.forward_only:
         faults = order_faults(schedule.task_orders, schedule.placement, schedule.num_microbatches)
-        raise_faults(ScheduleError, f"{options.file} (--forward-only would do without backward)", faults)
+        raise_faults(f"{options.file} (--forward-only would do without backward)", faults)
     graph = TaskGraph.chain(schedule.num_stages, forward_only=options.forward_only)
     report = prove(lower(graph, schedule, schedule.num_microbatches))
     if options.json:

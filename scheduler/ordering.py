@@ -6,11 +6,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import TypeVar
 
+from scheduler.base.texts import counted
 from scheduler.engine import blocked, run_until_blocked
 from scheduler.errors import ScheduleError
 from scheduler.task import Kind, Orders, Pairs, Reads, Schedule, Task
 
 Unit = TypeVar("Unit", bound=Hashable)
+_MOST_SHOWN = 20  # faults in the message of an error
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,12 +275,11 @@ def order_faults(
     return faults
 
 
-def raise_faults(error: type[ScheduleError], subject: str, faults: Sequence[str], limit: int = 20) -> None:
-    """Raises one error if there are faults. Its message lists the first ``limit``, its ``faults`` all of them."""
+def raise_faults(subject: str, faults: Sequence[str]) -> None:
+    """Raises one error if there are faults. Its message lists the first twenty, its ``faults`` all of them."""
     if not faults:
         return
-    lines = [f"  {fault}." for fault in faults[:limit]]
-    if len(faults) > limit:
-        lines.append(f"  … and {len(faults) - limit} more.")
-    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    raise error(f"{subject}: {count}.\n" + "\n".join(lines), faults)
+    lines = [f"  {fault}." for fault in faults[:_MOST_SHOWN]]
+    if len(faults) > _MOST_SHOWN:
+        lines.append(f"  … and {len(faults) - _MOST_SHOWN} more.")
+    raise ScheduleError(f"{subject}: {counted(len(faults), 'fault')}.\n" + "\n".join(lines), faults)

@@ -105,9 +105,9 @@ def check_schedule(owner: str, schedule: object) -> None:
         )
 
 
-def check_count(owner: str, name: str, value: object, at_least: int = 1) -> int:
-    """``value`` if it is a whole number that is large enough, else a ValueError that names the argument."""
+def check_count(owner: str, name: str, value: object) -> int:
+    """``value`` if it is a whole number of at least 1, else a ValueError that names the argument."""
     number = operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else None
-    if number is None or number < at_least:
-        raise ValueError(f"{owner}: {name} is {value!r}; expected a whole number of at least {at_least}.")
+    if number is None or number < 1:
+        raise ValueError(f"{owner}: {name} is {value!r}; expected a whole number of at least 1.")
     return number

@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from scheduler.errors import ScheduleError
 from scheduler.ordering import raise_faults
 from scheduler.programs.fewer import later_values
 from scheduler.programs.instructions import WORK, Call, Free, Instruction, Program, Recv, Run, Send, Value
@@ -155,7 +154,7 @@ class AuditPlanner:
             added[slot.place] += _again(slot.group, copies, donates)
         found = self._with(added, copies, writes)
         faults = [fault for g in (group, *(s.group for s in slots)) for fault in Liveness(found, g).run()]
-        raise_faults(ScheduleError, "AuditPlanner: the program with an audit", faults)
+        raise_faults("AuditPlanner: the program with an audit", faults)
         return PlannedAudit(
             found,
             tuple((place, tuple(instructions)) for place, instructions in sorted(added.items())),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from scheduler.base.collector import without_collection
 from scheduler.base.texts import counted
-from scheduler.errors import ScheduleError
 from scheduler.ordering import LoopTasks, Numbers, coverage_faults, raise_faults
 from scheduler.programs.instructions import TRANSFERS, WORK, Free, Program, Run, Send, Value
 from scheduler.programs.liveness import Liveness, located
@@ -66,9 +65,9 @@ def check(program: Program, *, streams: Sequence[Stream] | None = None) -> Repor
     """
     with without_collection():
         peaks, faults = _faults(program)
-        raise_faults(ScheduleError, "check: the program", faults)
+        raise_faults("check: the program", faults)
         if streams is not None:
-            raise_faults(ScheduleError, "check: the program", stream_faults(program, streams))
+            raise_faults("check: the program", stream_faults(program, streams))
         return Report(
             tuple(peaks),
             tuple(map(len, program.groups)),

@@ -68,7 +68,6 @@ class TaskUnits:
         if len(self.units) + len(pairs) > sum(map(len, orders)):
             together = {tasks for tasks in self.units if len(tasks) == 2}
             raise_faults(
-                ScheduleError,
                 "lower: pairs to be fused",
                 [f"{a} and {b} are not neighbours in an order" for a, b in sorted(set(pairs) - together)],
             )
@@ -87,7 +86,7 @@ class TaskUnits:
     def _refuse(self, orders: Orders) -> dict[Slot, array[int]]:
         runs = [(group, task) for group, order in enumerate(orders) for task in order]
         faults = coverage_faults(runs, self.schedule.placement, self.tasks)
-        raise_faults(ScheduleError, "lower: the schedule's orders", faults)
+        raise_faults("lower: the schedule's orders", faults)
         raise AssertionError("orders that miss, repeat or misplace a task have a fault")
 
     def _units_read(self) -> dict[tuple[int, str], list[array[int]]]:

@@ -89,7 +89,7 @@ class CustomSchedule(Schedule):
         faults += [f"{one} and {other} are not neighbours in an order" for one, other in sorted(pairs - neighbours)]
         counts = Counter(task for pair in pairs for task in pair)
         faults += [f"{task} is in {count} pairs; expected one" for task, count in sorted(counts.items()) if count > 1]
-        raise_faults(ScheduleError, "CustomSchedule", faults)
+        raise_faults("CustomSchedule", faults)
 
     def __str__(self) -> str:
         """What it is, without its thousands of tasks."""
@@ -144,7 +144,7 @@ class CustomSchedule(Schedule):
                 f"holds {num_tasks} tasks; so many stages and microbatches need at least {2 * stages * microbatches}."
             )
         placement, misplaced = _placement_of(orders)
-        raise_faults(ScheduleError, f"CustomSchedule.from_csv: {path}", faults + misplaced)
+        raise_faults(f"CustomSchedule.from_csv: {path}", faults + misplaced)
         try:
             return cls(tuple(map(tuple, orders)), placement, frozenset(pairs))
         except ScheduleError as error:
