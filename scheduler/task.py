@@ -2,7 +2,10 @@
 
 import operator
 import re
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, SupportsIndex
+
+from scheduler.base.texts import counted
 
 Kind = Literal["F", "B", "I", "W", "R"]
 Orders = tuple[tuple["Task", ...], ...]
@@ -111,3 +114,12 @@ def check_count(owner: str, name: str, value: object) -> int:
     if number is None or number < 1:
         raise ValueError(f"{owner}: {name} is {value!r}; expected a whole number of at least 1.")
     return number
+
+
+def per_group(name: str, value: float | Sequence[float], num_groups: int) -> tuple[float, ...]:
+    """One number for each group, from an argument that may also be one for all; a ValueError that names it if not."""
+    if not isinstance(value, Sequence):
+        return (value,) * num_groups
+    if len(value) != num_groups:
+        raise ValueError(f"{name} has {counted(len(value), 'entry')}; expected one for each of {num_groups} groups.")
+    return tuple(value)

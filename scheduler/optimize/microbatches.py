@@ -4,12 +4,11 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
-from scheduler.base.texts import counted
 from scheduler.errors import ScheduleError
 from scheduler.optimize.bounds import lower_bound
 from scheduler.ordering import recomputing
 from scheduler.schedules.list_scheduling import Problem
-from scheduler.task import Schedule, check_schedule, reads_of
+from scheduler.task import Schedule, check_schedule, per_group, reads_of
 from scheduler.timing.costs import Costs, check_costs
 from scheduler.timing.replay import Replay
 from scheduler.timing.simulate import peaks
@@ -58,13 +57,9 @@ def order_microbatches(
     check_costs("order_microbatches", costs)
     if not costs.microbatches:
         raise ValueError("order_microbatches: costs has no microbatches; give the costs of each one.")
-    limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * schedule.num_groups
-    if len(limits) != schedule.num_groups:
-        raise ValueError(
-            f"order_microbatches: memory_limit has {counted(len(limits), 'entry')}; expected one for each of"
-            f" {schedule.num_groups} groups."
-        )
-    clock = _ListClock(schedule, costs, [math.inf if limit is None else limit + _CLOSE for limit in limits])
+    most = math.inf if memory_limit is None else memory_limit
+    limits = per_group("order_microbatches: memory_limit", most, schedule.num_groups)
+    clock = _ListClock(schedule, costs, [limit + _CLOSE for limit in limits])
     best, score = min(((order, clock.score(order)) for order in _first(clock.sizes)), key=lambda found: found[1])
     rng = random.Random(seed)
     for _ in range(tries):

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from scheduler.base.texts import counted
 from scheduler.schedules.list_scheduling import Problem
 from scheduler.schedules.v_shaped import v_placement
-from scheduler.task import check_count
+from scheduler.task import check_count, per_group
 from scheduler.timing.costs import Costs
 
 
@@ -41,12 +40,7 @@ def problem_for(
         raise ValueError(f"search: seconds is {seconds!r}; expected a number of at least 0.")
     limits: tuple[float, ...] = ()
     if memory_limit is not None:
-        limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (float(memory_limit),) * num_groups
-        if len(limits) != num_groups:
-            raise ValueError(
-                f"search: memory_limit has {counted(len(limits), 'entry')}; expected one for each of {num_groups}"
-                " groups."
-            )
+        limits = per_group("search: memory_limit", memory_limit, num_groups)
         if not all(limit >= 0 for limit in limits):
             raise ValueError(f"search: memory_limit is {memory_limit!r}; expected numbers of at least 0.")
     return Problem(groups, num_groups, num_microbatches, costs or Costs(), limits)

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from scheduler.base.texts import counted
 from scheduler.ordering import chain
 from scheduler.schedules.graph import graph_of, with_graph
-from scheduler.task import Schedule, reads_of
+from scheduler.task import Schedule, per_group, reads_of
 from scheduler.timing.costs import Costs
 from scheduler.timing.replay import Replay
 
@@ -117,12 +116,8 @@ class CutProblem:
         """For each stage, how many F come before its first I or B, and how many W after its last I."""
         self.is_whole = all(kind in "FB" for order in orders for _, kind, _ in order)
         self._sums = {name: tuple(accumulate(getattr(self.units, name), initial=0.0)) for name in _PER_UNIT}
-        num_groups = self.schedule.num_groups
-        if self.memory_limit is not None and len(self.memory_limit) != num_groups:
-            raise ValueError(
-                f"memory_limit has {counted(len(self.memory_limit), 'entry')}; expected one for each of {num_groups}"
-                " groups."
-            )
+        if self.memory_limit is not None:
+            self.memory_limit = per_group("memory_limit", self.memory_limit, self.schedule.num_groups)
 
     @property
     def num_stages(self) -> int:
