@@ -5,20 +5,28 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 Event = TypeVar("Event", bound=Hashable)
+Item = TypeVar("Item")
 
 
-def run_until_blocked(num_lists: int, advance: Callable[[int, Callable[[Event], None]], Event | None]) -> None:
-    """Advances each list, and again each time that what it waits for has happened. Linear in what happens.
+def run_until_blocked(
+    lists: Sequence[Sequence[Item]], do: Callable[[int, Item, Callable[[Event], None]], Event | None]
+) -> list[int]:
+    """Does each list in order, as far as it can, and goes on with it each time that what it waits for has happened.
 
-    It ends: a list is only advanced again after an event that it waited for, and an event wakes each list once.
+    Linear in what happens. It ends: a list only goes on after an event that it waited for, and an event wakes each list
+    once.
 
     Args:
-        num_lists: How many there are.
-        advance: Goes on with a list, given by its number, as far as it can, and calls its second argument with each
-            event that happens. It returns the event that the list waits for now, or None at the end of the list.
+        lists: What is to be done.
+        do: Does an item of a list, which is given by its number, and calls its third argument with each event that
+            happens; None then. Or, if the item has to wait, does nothing, and returns the event that it waits for.
+
+    Returns:
+        How far each list has come.
     """
+    position = [0] * len(lists)
     waiting: dict[Event, list[int]] = {}
-    ready = deque(range(num_lists))
+    ready = deque(range(len(lists)))
 
     def happened(event: Event) -> None:
         if event in waiting:
@@ -26,8 +34,14 @@ def run_until_blocked(num_lists: int, advance: Callable[[int, Callable[[Event], 
 
     while ready:
         one = ready.popleft()
-        if (event := advance(one, happened)) is not None:
-            waiting.setdefault(event, []).append(one)
+        own, at = lists[one], position[one]
+        while at < len(own):
+            if (event := do(one, own[at], happened)) is not None:
+                waiting.setdefault(event, []).append(one)
+                break
+            at += 1
+        position[one] = at
+    return position
 
 
 def blocked(position: Sequence[int], lists: Sequence[Sequence[object]]) -> list[int]:

@@ -217,20 +217,14 @@ def deadlock(orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[Uni
     None if all of them come to their ends.
     """
     done: set[Unit] = set()
-    position = [0] * len(orders)
 
-    def advance(group: int, happened: Callable[[Unit], None]) -> Unit | None:
-        order = orders[group]
-        while position[group] < len(order):
-            unit = order[position[group]]
-            if (blocker := next((need for need in needs[unit] if need not in done), None)) is not None:
-                return blocker
+    def do(group: int, unit: Unit, happened: Callable[[Unit], None]) -> Unit | None:
+        if (blocker := next((need for need in needs[unit] if need not in done), None)) is None:
             done.add(unit)
-            position[group] += 1
             happened(unit)
-        return None
+        return blocker
 
-    run_until_blocked(len(orders), advance)
+    position = run_until_blocked(orders, do)
     if not (stuck := blocked(position, orders)):
         return None
     group_of = {unit: group for group, order in enumerate(orders) for unit in order}

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from scheduler import Call, Program, Recv, Run, Send, Task, Value
+from scheduler import Call, Instruction, Program, Recv, Run, Send, Task, Value
 from scheduler.engine import blocked, run_until_blocked
 
 
@@ -53,7 +53,6 @@ def simulate_program(
       transfer: seconds of a value from one group to another.
     """
     groups = program.groups
-    position = [0] * len(groups)
     clock, busy, exposed = ([0.0] * len(groups) for _ in range(3))
     ready: list[dict[Value, float]] = [{} for _ in groups]  # when a value is there
     sent: list[dict[Value, float]] = [{} for _ in groups]  # when a received value left its sender
@@ -73,28 +72,23 @@ def simulate_program(
         clock[g] = end
         ready[g].update(dict.fromkeys(i.writes, end))
 
-    def advance(g: int, happened: Callable[[tuple[Value, int, int]], None]) -> tuple[Value, int, int] | None:
-        """Does what group `g` can do; returns the transfer that it waits for, or None at its end."""
-        while position[g] < len(groups[g]):
-            i = groups[g][position[g]]
-            if isinstance(i, Send):
-                key = i.value, g, i.to_group
-                start = max(ready[g].get(i.value, 0.0), link_free.get(key[1:], 0.0))
-                link_free[key[1:]] = end = start + transfer(g, i.to_group, i.value)
-                on_the_way[key] = start, end
-                happened(key)
-            elif isinstance(i, Recv):
-                key = i.value, i.from_group, g
-                if key not in on_the_way:
-                    return key
-                sent[g][i.value], ready[g][i.value] = on_the_way.pop(key)
-            elif isinstance(i, (Run, Call)):
-                run(g, i)
-            position[g] += 1
+    def do(g: int, i: Instruction, happened: Callable[[tuple[Value, int, int]], None]) -> tuple[Value, int, int] | None:
+        if isinstance(i, Send):
+            key = i.value, g, i.to_group
+            start = max(ready[g].get(i.value, 0.0), link_free.get(key[1:], 0.0))
+            link_free[key[1:]] = end = start + transfer(g, i.to_group, i.value)
+            on_the_way[key] = start, end
+            happened(key)
+        elif isinstance(i, Recv):
+            key = i.value, i.from_group, g
+            if key not in on_the_way:
+                return key
+            sent[g][i.value], ready[g][i.value] = on_the_way.pop(key)
+        elif isinstance(i, (Run, Call)):
+            run(g, i)
         return None
 
-    run_until_blocked(len(groups), advance)
-    assert not blocked(position, groups), "the program was not checked"
+    assert not blocked(run_until_blocked(groups, do), groups), "the program was not checked"
     return SimulatedStep(
         tuple(one for of_group in ran for one in of_group), max(clock, default=0.0), tuple(busy), tuple(exposed)
     )

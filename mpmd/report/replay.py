@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import scheduler
-from scheduler import Call, Program, Recv, Run, ScheduleError, Send, Value
+from scheduler import Call, Instruction, Program, Recv, Run, ScheduleError, Send, Value
 from scheduler.base import texts
 from scheduler.base.texts import counted, in_seconds
 from scheduler.engine import run_until_blocked
@@ -245,25 +245,20 @@ def reach(program: Program, stopped: Mapping[int, int]) -> list[tuple[Value, int
     Args:
       stopped: per group that stops, the instruction before which it does.
     """
-    position = [0] * program.num_groups
     sent: set[tuple[Value, int, int]] = set()
     found: list[tuple[Value, int] | None] = [None] * program.num_groups
 
-    def advance(group: int, happened: Callable[[Hashable], None]) -> Hashable | None:
-        instructions = program.groups[group]
-        while position[group] < stopped.get(group, len(instructions)):
-            i = instructions[position[group]]
-            if isinstance(i, Recv) and (i.value, i.from_group, group) not in sent:
-                found[group] = i.value, i.from_group
-                return i.value, i.from_group, group
-            if isinstance(i, Send):
-                sent.add((i.value, group, i.to_group))
-                happened((i.value, group, i.to_group))
-            position[group] += 1
+    def do(group: int, i: Instruction, happened: Callable[[Hashable], None]) -> Hashable | None:
+        if isinstance(i, Recv) and (i.value, i.from_group, group) not in sent:
+            found[group] = i.value, i.from_group
+            return i.value, i.from_group, group
+        if isinstance(i, Send):
+            sent.add((i.value, group, i.to_group))
+            happened((i.value, group, i.to_group))
         found[group] = None
         return None
 
-    run_until_blocked(program.num_groups, advance)
+    run_until_blocked([instructions[: stopped.get(g)] for g, instructions in enumerate(program.groups)], do)
     return found
 
 

@@ -96,23 +96,17 @@ def _deadlock(orders: Sequence[Sequence[GroupInstruction]]) -> list[str]:
 
 def _run(todo: Sequence[Sequence[Meeting]]) -> tuple[list[int], dict[Hashable, set[int]]]:
     """How far each comes if a meeting happens when all whom it needs have come to it; and who has come to which."""
-    position = [0] * len(todo)
     arrived: dict[Hashable, set[int]] = defaultdict(set)
 
-    def advance(one: int, happened: Callable[[int], None]) -> int | None:
-        while position[one] < len(todo[one]):
-            name, wanted = todo[one][position[one]]
-            arrived[name].add(one)
-            if not arrived[name] >= wanted:
-                return one  # until the last one has come, and goes on for all
-            for other in wanted:
-                position[other] += 1
-            for other in wanted - {one}:
-                happened(other)
+    def do(one: int, meeting: Meeting, happened: Callable[[Hashable], None]) -> Hashable | None:
+        name, wanted = meeting
+        arrived[name].add(one)
+        if not arrived[name] >= wanted:
+            return name
+        happened(name)
         return None
 
-    run_until_blocked(len(todo), advance)
-    return position, arrived
+    return run_until_blocked(todo, do), arrived
 
 
 def _text(name: Hashable) -> str:

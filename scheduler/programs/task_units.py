@@ -5,9 +5,10 @@ from __future__ import annotations  # `array[int]` is no expression before Pytho
 from array import array
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
-from scheduler.engine import run_until_blocked
+from scheduler.engine import blocked, run_until_blocked
 from scheduler.errors import ScheduleError
 from scheduler.ordering import LoopTasks, Numbers, coverage_faults, deadlock, paired, raise_faults
 from scheduler.programs.instructions import TaskGraph
@@ -76,7 +77,7 @@ class TaskUnits:
     def _numbers(self) -> dict[Slot, array[int]] | None:
         """For each slot and microbatch its unit; None if tasks are missing, repeated or misplaced."""
         numbers = Numbers(self.tasks)
-        for group, place in enumerate(zip(self.first, self.first[1:], strict=False)):
+        for group, place in enumerate(pairwise(self.first)):
             for unit in range(*place):
                 for task in self.units[unit]:
                     if not numbers.add(task, unit) or self.schedule.placement[task.stage] != group:
@@ -120,31 +121,29 @@ class TaskUnits:
             ScheduleError: The orders deadlock.
         """
         starts, ends = array("q", [-1]) * len(self.units), array("q", [-1]) * len(self.units)
-        position, clock = list(self.first[:-1]), [0] * (len(self.first) - 1)
+        clock = [0] * (len(self.first) - 1)
 
-        def advance(group: int, happened: Callable[[int], None]) -> int | None:
-            for unit in range(position[group], self.first[group + 1]):
-                start = clock[group]
-                for need in self.needs(unit):
-                    end = ends[need]
-                    if end < 0:
-                        return need
-                    start = max(start, end)
-                starts[unit] = start
-                ends[unit] = clock[group] = start + self.duration(unit)
-                position[group] += 1
-                happened(unit)
+        def do(group: int, unit: int, happened: Callable[[int], None]) -> int | None:
+            start = clock[group]
+            for need in self.needs(unit):
+                end = ends[need]
+                if end < 0:
+                    return need
+                start = max(start, end)
+            starts[unit] = start
+            ends[unit] = clock[group] = start + self.duration(unit)
+            happened(unit)
             return None
 
-        run_until_blocked(len(clock), advance)
-        if any(position[group] < end for group, end in enumerate(self.first[1:])):
+        lists = [range(begin, end) for begin, end in pairwise(self.first)]
+        if blocked(run_until_blocked(lists, do), lists):
             self._refuse_deadlock()
         return starts
 
     def _refuse_deadlock(self) -> None:
         names = ["+".join(map(str, tasks)) for tasks in self.units]
         cycle = deadlock(
-            [names[begin:end] for begin, end in zip(self.first, self.first[1:], strict=False)],
+            [names[begin:end] for begin, end in pairwise(self.first)],
             {name: [names[need] for need in sorted(self.needs(unit))] for unit, name in enumerate(names)},
         )
         raise ScheduleError(f"lower: the schedule's orders deadlock: {cycle}.")

@@ -46,6 +46,8 @@ class Clock:
     def run(self, orders: Orders, second: Mapping[Task, Task]) -> tuple[Times, Times]:
         """The starts and the ends of every group's tasks.
 
+        A fused pair starts when both could, and hands on all at its end.
+
         Args:
             orders: The orders.
             second: For the first task of each fused pair, the other one, which must come next.
@@ -53,17 +55,42 @@ class Clock:
         Raises:
             ScheduleError: The orders deadlock; with the cycle.
         """
+        m, size, waits = self.num_microbatches, self.size, self._waits
+        happened, over, seconds = self.happened, self.over, self.seconds
         starts: Times = tuple(array("d") for _ in orders)
         ends: Times = tuple(array("d") for _ in orders)
+        units, clock = [list(paired(order, second)) for order in orders], [0.0] * len(orders)
 
-        def advance(group: int, happened: Callable[[int], None]) -> int | None:
-            return self._advance(orders[group], second, starts[group], ends[group], happened)
+        # What a large simulation spends its time in.
+        def do(group: int, unit: tuple[Task, ...], happens: Callable[[int], None]) -> int | None:
+            now = clock[group]
+            for stage, kind, microbatch in unit:
+                for event, late in waits[stage, kind]:
+                    arrival = happened[event + microbatch]
+                    if arrival < 0:
+                        if len(unit) > 1 and event + microbatch in map(self._event_of, unit):
+                            continue
+                        return event + microbatch
+                    if late >= 0:
+                        arrival += over[late + microbatch]
+                    if arrival > now:
+                        now = arrival
+            for stage, kind, microbatch in unit:
+                starts[group].append(now)
+                now += seconds[kind][stage * m + microbatch]
+                ends[group].append(now)
+            clock[group] = now
+            for stage, kind, microbatch in unit:
+                if kind != "W" and kind != "R":  # no other group waits for these
+                    event = stage * m + microbatch + (0 if kind == "F" else size)
+                    happened[event] = now
+                    happens(event)
+            return None
 
         with without_collection():
-            run_until_blocked(len(orders), advance)
-        if blocked([len(times) for times in ends], orders):
-            cycle = _stuck(orders, second, self.reads, len(self.placement))
-            raise ScheduleError(f"simulate: the orders deadlock: {cycle}.")
+            position = run_until_blocked(units, do)
+        if blocked(position, units):
+            raise ScheduleError(f"simulate: the orders deadlock: {_stuck(units, self.reads, len(self.placement))}.")
         return starts, ends
 
     def _what_tasks_wait_for(self) -> dict[tuple[int, Kind], list[tuple[int, int]]]:
@@ -83,57 +110,14 @@ class Clock:
             found[stage, "R"], found[stage, "W"] = [own], [(size + stage * m, -1)]
         return found
 
-    def _advance(
-        self,
-        order: Sequence[Task],
-        second: Mapping[Task, Task],
-        starts: array,
-        ends: array,
-        happens: Callable[[int], None],
-    ) -> int | None:
-        """Runs a group's tasks until one has to wait. The loop that a large simulation spends its time in.
-
-        A fused pair starts when both tasks could, and hands on all at its end.
-        """
-        m, size, waits = self.num_microbatches, self.size, self._waits
-        happened, over, seconds = self.happened, self.over, self.seconds
-        now = ends[-1] if ends else 0.0
-        index, num_tasks = len(ends), len(order)
-        while index < num_tasks:
-            task = order[index]
-            unit = (task, second[task]) if second and task in second else (task,)
-            for stage, kind, microbatch in unit:
-                for event, late in waits[stage, kind]:
-                    arrival = happened[event + microbatch]
-                    if arrival < 0:
-                        if len(unit) > 1 and event + microbatch in map(self._event_of, unit):
-                            continue
-                        return event + microbatch
-                    if late >= 0:
-                        arrival += over[late + microbatch]
-                    if arrival > now:
-                        now = arrival
-            for stage, kind, microbatch in unit:
-                starts.append(now)
-                now += seconds[kind][stage * m + microbatch]
-                ends.append(now)
-            for stage, kind, microbatch in unit:
-                if kind != "W" and kind != "R":  # no other group waits for these
-                    event = stage * m + microbatch + (0 if kind == "F" else size)
-                    happened[event] = now
-                    happens(event)
-            index += len(unit)
-        return None
-
     def _event_of(self, task: Task) -> int:
         """The event of a task's end. That of W and R is no event: no other group waits for them."""
         at = task.stage * self.num_microbatches + task.microbatch
         return at if task.kind == "F" else -1 if task.kind in "WR" else self.size + at
 
 
-def _stuck(orders: Orders, second: Mapping[Task, Task], reads: Reads | None, num_stages: int) -> str | None:
+def _stuck(units: Sequence[Sequence[tuple[Task, ...]]], reads: Reads | None, num_stages: int) -> str | None:
     """Why no group can go on; a fused pair waits as one."""
-    units = [list(paired(order, second)) for order in orders]
     name = {task: "+".join(map(str, unit)) for row in units for unit in row for task in unit}
     waits_for = graph_needs(reads, num_stages)
 

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 
 from scheduler.engine import run_until_blocked
 from scheduler.ordering import chain, readers_of
-from scheduler.task import Orders, Reads
+from scheduler.task import Orders, Reads, Task
 
 _KINDS = {"F": 0, "I": 1, "W": 2, "B": 3, "R": 4}
+Event = tuple[int, bool, int]
+"""The end of a task that others wait for: its stage, whether it goes back, and its microbatch."""
 
 
 class Replay:
@@ -86,30 +88,25 @@ def _steps(
     each task of another stage that it waits for, its position and where the seconds of that way stand.
     """
     m, readers = num_microbatches, readers_of(reads)
-    at: dict[tuple[int, bool, int], int] = {}  # stage, whether it goes back, microbatch
-    position = [0] * len(orders)
+    at: dict[Event, int] = {}
     steps: list[tuple[int, int, list[tuple[int, int]]]] = []
 
-    def advance(group: int, happened: Callable[[tuple[int, bool, int]], None]) -> tuple[int, bool, int] | None:
-        order = orders[group]
-        while position[group] < len(order):
-            stage, kind, microbatch = order[position[group]]
-            is_back = kind in "IB"
-            needs = []
-            for other in readers[stage] if is_back else reads[stage] if kind == "F" else ():
-                if (event := (other, is_back, microbatch)) not in at:
-                    return event
-                way = 0 if placement[other] == placement[stage] else 1 + min(stage, other)
-                needs.append((at[event], way * m + microbatch % m))
-            if kind == "F" or is_back:
-                at[stage, is_back, microbatch] = len(steps)
-            steps.append((group, (5 * stage + _KINDS[kind]) * m + microbatch % m, needs))
-            position[group] += 1
-            if kind == "F" or is_back:
-                happened((stage, is_back, microbatch))
+    def do(group: int, task: Task, happened: Callable[[Event], None]) -> Event | None:
+        stage, kind, microbatch = task
+        is_back = kind in "IB"
+        needs = []
+        for other in readers[stage] if is_back else reads[stage] if kind == "F" else ():
+            if (event := (other, is_back, microbatch)) not in at:
+                return event
+            way = 0 if placement[other] == placement[stage] else 1 + min(stage, other)
+            needs.append((at[event], way * m + microbatch % m))
+        if kind == "F" or is_back:
+            at[stage, is_back, microbatch] = len(steps)
+            happened((stage, is_back, microbatch))
+        steps.append((group, (5 * stage + _KINDS[kind]) * m + microbatch % m, needs))
         return None
 
-    run_until_blocked(len(orders), advance)
+    run_until_blocked(orders, do)
     assert len(steps) == sum(map(len, orders)), "the orders deadlock"
     return steps
 
