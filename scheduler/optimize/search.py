@@ -159,7 +159,7 @@ def investigate(
 ) -> Found:
     """What :func:`search` finds, with the bound, the best built-in schedule, and the gain over it."""
     problem = problem_for(num_stages, num_groups, num_microbatches, costs, placement, memory_limit, seconds)
-    return _OrderSearch(problem, _TimeLimit(seconds), seed, progress or (lambda line: None)).run()
+    return _OrderSearch(problem, seconds, seed, progress or (lambda line: None)).run()
 
 
 @dataclass
@@ -201,29 +201,15 @@ class _Pool:
         return bool(self.candidates) and self.best.makespan <= self.bound.makespan * (1 + _CLOSE)
 
 
-class _TimeLimit:
-    """The time to spend.
-
-    Attributes:
-        exceeded: Whether the search has stopped because of the time.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.deadline = time.monotonic() + seconds
-        self.exceeded = False
-
-    def is_over(self) -> bool:
-        self.exceeded = self.exceeded or time.monotonic() > self.deadline
-        return self.exceeded
-
-
 class _OrderSearch:
-    def __init__(self, problem: Problem, budget: _TimeLimit, seed: int, progress: Callable[[str], object]) -> None:
+    def __init__(self, problem: Problem, seconds: float, seed: int, progress: Callable[[str], object]) -> None:
         self.problem = problem
         self.joined = replace(problem, costs=_joined(problem.costs, problem.num_stages))
         """The problem for what knows no R: it is part of I."""
-        self.budget = budget
+        self.seconds = seconds
+        self.deadline = time.monotonic() + seconds
+        self.is_late = False
+        """Whether the search has stopped because of the time."""
         self.seed = seed
         self.random = random.Random(seed)
         self.progress = progress
@@ -249,7 +235,7 @@ class _OrderSearch:
             best_seed.makespan if best_seed else math.inf,
             _noisy_gain(self.problem, best_seed, best, self.seed + 1) if best_seed else 0.0,
             pool.tries,
-            not self.budget.exceeded,
+            not self.is_late,
         )
 
     def _check_memory(self) -> None:
@@ -262,6 +248,10 @@ class _OrderSearch:
                 " Raise the limit, or lower activation_bytes (rematerialise)."
             )
 
+    def _is_over(self) -> bool:
+        self.is_late = self.is_late or time.monotonic() > self.deadline
+        return self.is_late
+
     def _improve(self) -> None:
         """Each way to better orders in turn, until the bound is reached or the time is over."""
         if not self.pool.is_at_bound() and self.problem.placement == v_placement(self.problem.num_groups):
@@ -270,7 +260,7 @@ class _OrderSearch:
             self._rank_randomly()
         if not self.pool.candidates:
             raise ScheduleError(
-                f"search: the time ran out (seconds={self.budget.seconds:g}) when {self.pool.tries} orders had been"
+                f"search: the time ran out (seconds={self.seconds:g}) when {self.pool.tries} orders had been"
                 " tried, before one was found that keeps to memory_limit. Allow more seconds, or raise the limit."
             )
         if not self.pool.is_at_bound():
@@ -282,7 +272,7 @@ class _OrderSearch:
         held = problem.costs.of_mean(problem.num_stages).per_stage("activation_bytes", problem.num_stages)
         fewest = min(map(problem.limit, range(problem.num_groups)))
         memory = int(min(problem.num_stages, fewest / max(held) + _CLOSE)) if max(held) else problem.num_stages
-        count = int(0.1 * self.budget.seconds * _PLACED_PER_SECOND / (problem.num_tasks * _ORDERS_PER_BLOCK))
+        count = int(0.1 * self.seconds * _PLACED_PER_SECOND / (problem.num_tasks * _ORDERS_PER_BLOCK))
         for block in islice(blocks_within(problem.num_groups, problem.num_microbatches, memory), count):
             for orders in orders_of(block, problem, memory):
                 candidate = _timed(problem, orders)
@@ -292,16 +282,16 @@ class _OrderSearch:
                 if not pool.candidates or pool.improves(candidate.makespan):
                     self.progress(f"building block: {candidate.makespan:g}")
                 pool.add(candidate)
-            if self.budget.is_over() or pool.is_at_bound():
+            if self._is_over() or pool.is_at_bound():
                 break
 
     def _rank_randomly(self) -> None:
         """Makes list schedules under many rankings: at first any, later neighbours of the best so far."""
         problem = self.joined
-        count = max(20, int(0.3 * self.budget.seconds * _PLACED_PER_SECOND / problem.num_tasks))
+        count = max(20, int(0.3 * self.seconds * _PLACED_PER_SECOND / problem.num_tasks))
         best: tuple[float, Genes] | None = None
         for index in range(count):
-            if index and index % 16 == 0 and self.budget.is_over():  # some are tried however slow the machine is
+            if index and index % 16 == 0 and self._is_over():  # some are tried however slow the machine is
                 break
             genes = random_genes(self.random)
             if best is not None and self.random.random() < 0.6:
@@ -325,7 +315,7 @@ class _OrderSearch:
         rate = _MOVED_PER_SECOND_COMPILED if compiled else _MOVED_PER_SECOND
         starts = pool.candidates[: 4 if compiled else 2]
         rounds = 2
-        budget = 0.6 * self.budget.seconds * rate / problem.num_tasks
+        budget = 0.6 * self.seconds * rate / problem.num_tasks
         steps = max(50, int(budget / len(starts) / rounds))
         mean = problem.costs.of_mean(problem.num_stages)
         times = sum(map(sum, mean.seconds(problem.num_stages).values()))
@@ -334,7 +324,7 @@ class _OrderSearch:
         for number, start in enumerate(starts):
             orders = _split(start.orders)
             for index in range(rounds):
-                if self.budget.is_over():
+                if self._is_over():
                     return
                 _, orders = improve(
                     problem,
