@@ -167,7 +167,7 @@ class MpmdLeaves(ArrayHandler):
             item=None,
             step=None,
             ocdbt=bool(info.is_ocdbt_checkpoint),
-            zarr3=bool(info.use_zarr3),
+            format="zarr3" if info.use_zarr3 else "zarr",
             fill_missing=not info.raise_array_data_missing_error,
             leaves=(),
             metadata_key=self._metadata_key,

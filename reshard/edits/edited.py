@@ -53,10 +53,6 @@ class Edited(Checkpoint):
         return {entry.path: entry for entry in self.leaves}
 
     @property
-    def format(self) -> str:
-        return self.stored.format
-
-    @property
     def driver(self) -> str:
         return self.stored.driver
 

@@ -44,10 +44,6 @@ class TensorFolder(Checkpoint):
     tensors: Mapping[Path, tuple[File, Tensor]] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
-    def format(self) -> str:
-        return "safetensors"
-
-    @property
     def driver(self) -> str:
         return f"safetensors, {counted(len(self.files()), 'file')}"
 
@@ -124,7 +120,7 @@ def open_folder(path: File) -> TensorFolder:
             tensors[where] = file, tensor
             leaves.append(_leaf(where, tensor, name))
     leaves.sort(key=lambda leaf: natural(leaf.path))
-    return TensorFolder(path, None, None, False, False, False, tuple(leaves), tensors=tensors)
+    return TensorFolder(path, None, None, False, "safetensors", False, tuple(leaves), tensors=tensors)
 
 
 def missing_weights(folder: File) -> str | None:

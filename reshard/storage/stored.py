@@ -108,22 +108,17 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A tree that Orbax saved, as far as its metadata says."""
+    """A tree that Orbax saved, as far as its metadata says. Its `format` is zarr, zarr3 or safetensors."""
 
     folder: File
     item: str | None
     step: int | None
     ocdbt: bool
-    zarr3: bool
+    format: str
     fill_missing: bool
     leaves: tuple[Leaf, ...]
     other_items: tuple[str, ...] = ()
     metadata_key: str | None = None  # the name of the arrays' headers, where it is not zarr's own
-
-    @property
-    def format(self) -> str:
-        """How the arrays are stored: zarr, zarr3 or safetensors."""
-        return "zarr3" if self.zarr3 else "zarr"
 
     @property
     def driver(self) -> str:
@@ -151,7 +146,7 @@ class Checkpoint:
             store = root + quote(name)
         named = {} if self.metadata_key is None else {"metadata_key": self.metadata_key}
         return named | {
-            "driver": "zarr3" if self.zarr3 else "zarr",
+            "driver": self.format,
             "kvstore": store,
             "fill_missing_data_reads": self.fill_missing,
             "recheck_cached_data": False,
@@ -205,7 +200,8 @@ def open_tree(
     if ocdbt and not has_manifest and any(leaf.is_array for leaf in leaves):
         raise ReshardError(f"{folder} has metadata but no data: manifest.ocdbt is missing, so it is unfinished.")
     fill_missing = not metadata.get("store_array_data_equal_to_fill_value", False)
-    checkpoint = Checkpoint(folder, item, step, ocdbt, bool(metadata.get("use_zarr3")), fill_missing, leaves, others)
+    kind = "zarr3" if metadata.get("use_zarr3") else "zarr"
+    checkpoint = Checkpoint(folder, item, step, ocdbt, kind, fill_missing, leaves, others)
     return dataclasses.replace(checkpoint, leaves=tuple(event_loops.run(_with_headers(checkpoint))))
 
 

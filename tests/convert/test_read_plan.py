@@ -29,7 +29,7 @@ def checkpoint_of(**leaves):
         path = tuple(Key(part) for part in name.split("__"))
         return Leaf(path, "jax.Array", shape, np.dtype("float32"), chunk)
 
-    return Checkpoint(None, None, None, True, False, False, tuple(leaf(n, *v) for n, v in leaves.items()))
+    return Checkpoint(None, None, None, True, "zarr", False, tuple(leaf(n, *v) for n, v in leaves.items()))
 
 
 def plan(document, **leaves):
