@@ -126,3 +126,8 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def bytes_of(array: np.ndarray) -> np.ndarray:
+    """The bytes of an array in C order, in its own memory where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -26,7 +26,7 @@ def sharding_of(leaf: Any) -> Any:
 
 def flatten(tree: PyTree) -> tuple[list[str], list[Any], TreeDef]:
     """The names of all leaves, as one writes them after the tree's own name, the leaves, and the structure."""
-    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, MpmdArray))
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return [jax.tree_util.keystr(path) for path, _ in with_paths], [leaf for _, leaf in with_paths], treedef
 
 

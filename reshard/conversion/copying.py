@@ -18,6 +18,7 @@ from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.edits.edited import EditedArray, SourceReader
 from reshard.edits.entries import Entry
+from reshard.places import bytes_of
 from reshard.storage import checksums
 from reshard.storage.arrays import ByteLimit, Reads
 from reshard.storage.paths import dotted, show
@@ -226,7 +227,7 @@ class Copier:
         async def batch(read: list[Written]) -> None:
             for entry, box, expected in read:
                 found = await target.read(entry.path, box)
-                if found.dtype != expected.dtype or not np.array_equal(_bytes(found), _bytes(expected)):
+                if found.dtype != expected.dtype or not np.array_equal(bytes_of(found), bytes_of(expected)):
                     raise ReshardError(
                         f"{written.folder}: {show(entry.path)}{list(box.start)} to {list(box.stop)} "
                         "is not what was written; the storage cannot be trusted."
@@ -283,7 +284,3 @@ def _in_order(box: Box, leaf: Leaf, nbytes: int, axis: int = 0) -> Iterator[Box]
             for i in range(start, layer.stop[axis]):
                 yield from _in_order(box.with_range(axis, i, i + 1), leaf, nbytes, axis + 1)
         start = layer.stop[axis]
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

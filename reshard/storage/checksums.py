@@ -15,6 +15,7 @@ import numpy as np
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
+from reshard.places import bytes_of
 from scheduler.base.files import parse_json
 
 FOLDER = "reshard_checksums"
@@ -28,7 +29,7 @@ def checksum(array: np.ndarray, before: int = 0) -> int:
 
     It is meant for accidents, not for attacks.
     """
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, before)
+    return zlib.crc32(bytes_of(array).data, before)
 
 
 async def write(folder: File, process: int, parts: Iterable[tuple[str, Iterable[tuple[Box, np.ndarray]]]]) -> None:

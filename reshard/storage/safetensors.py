@@ -20,7 +20,7 @@ import numpy as np
 
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
-from reshard.places import aligned_empty
+from reshard.places import aligned_empty, bytes_of
 from scheduler.base.files import parse_json
 
 DTYPES: dict[str, np.dtype] = {
@@ -159,7 +159,7 @@ def read_box(file: File, tensor: Tensor, box: Box) -> np.ndarray:
     data = aligned_empty(box.shape, tensor.dtype)
     if not box.size:
         return data
-    view = data.reshape(-1).view(np.uint8).data
+    view = bytes_of(data).data
     offsets, run = _runs(box, tensor.shape, tensor.dtype.itemsize)
     descriptor, _ = _open(file)
     try:
@@ -178,7 +178,7 @@ def write_box(descriptor: int, tensor: Tensor, box: Box, data: np.ndarray) -> No
     """
     if not box.size:
         return
-    view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+    view = bytes_of(data).data
     offsets, run = _runs(box, tensor.shape, tensor.dtype.itemsize)
     for i, offset in enumerate(offsets.tolist()):
         transfer(os.pwritev, descriptor, view[i * run : (i + 1) * run], tensor.start + offset, None)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays.array import MpmdArray
 from mpmd.errors import ReshardError
 from mpmd.job import joining
 from mpmd.job.job import Job
@@ -51,7 +50,7 @@ def publish(name: str, tree: PyTree, version: int, *, address: str, token: str) 
     host, port = _checked(address, token, "publish")
     if not isinstance(name, str) or not name or "/" in name:
         raise ReshardError(f"publish: {name=} is no name: a text without slashes.")
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, MpmdArray))
+    leaves = jax.tree.leaves(tree)
     ranks = ranks_of_shardings([s for s in map(sharding_of, leaves) if s is not None])
     job = joining.current()
     if ranks and _rank(job) not in ranks:
@@ -112,7 +111,7 @@ def subscribe(address: str, like: PyTree, shardings: PyTree, *, token: str) -> S
         ReshardError: there is no token, the address is none, or something is no sharding.
     """
     placed = broadcast(shardings, like, "shardings")
-    leaves, treedef = jax.tree.flatten(like, is_leaf=lambda x: isinstance(x, MpmdArray))
+    leaves, treedef = jax.tree.flatten(like)
     for x, sharding in zip(leaves, placed, strict=True):
         if not isinstance(sharding, jax.sharding.Sharding):
             raise ReshardError(f"subscribe: {sharding!r} is a {type(sharding).__name__}, not a sharding of devices.")

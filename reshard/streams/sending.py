@@ -184,7 +184,7 @@ def _fits(leaf: jax.Array, sharding: jax.sharding.Sharding) -> bool:
 
 def _described(tree: PyTree, treedef: TreeDef) -> tuple[list[str], str | None]:
     """The names of the tensors, and the structure of the tree where it is made of the containers that JAX knows."""
-    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, MpmdArray))
+    paths = jax.tree_util.tree_leaves_with_path(tree)
     try:
         text = treedef.serialize_using_proto().hex()
     except ValueError:

@@ -21,6 +21,7 @@ import numpy as np
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from mpmd.resilience import keeper
+from reshard.places import bytes_of
 from reshard.streams.shelf import Shelf, Shelved
 
 # The other side is given so long to answer, or to take the next bytes.
@@ -136,7 +137,7 @@ class ShelfServer:
     ) -> None:  # fmt: skip
         box = Box(tuple(start), tuple(stop))
         try:
-            data = _bytes_of(shelved.read(leaf, box, jnp.dtype(dtype)))
+            data = bytes_of(shelved.read(leaf, box, jnp.dtype(dtype)))
         except ReshardError as error:
             text = str(error).encode()
             connection.sendall(_PART.pack(_FAULT, len(text)) + text)
@@ -165,10 +166,6 @@ def _checksum(data: np.ndarray, begun: int) -> int:
         columns = block[: rows * _ROW].view(np.uint64).reshape(rows, _ROW // 8)
         total = zlib.crc32(block[rows * _ROW :].data, zlib.crc32(columns.sum(axis=0).data, total))
     return total
-
-
-def _bytes_of(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)
 
 
 class NearShelf:
@@ -279,7 +276,7 @@ class FarShelf:
             if nbytes != data.nbytes:
                 raise OSError(f"{nbytes} bytes came for {data.nbytes}")
             begun = _digest(part.leaf, part.box, part.dtype.name, self._about)
-            if _checksum(keeper.exactly(self._socket, _bytes_of(data)), begun) != sum:
+            if _checksum(keeper.exactly(self._socket, bytes_of(data)), begun) != sum:
                 raise OSError("a part was damaged on the way")
             if not is_direct:
                 part.put(data, view)
