@@ -1,7 +1,7 @@
 """All proofs about a program in one call: every fault at once, and the memory that it needs."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from scheduler.base.collector import without_collection
@@ -80,8 +80,7 @@ def _faults(program: Program) -> tuple[list[int], list[str]]:
     peaks: list[int] = []
     faults: list[str] = []
     try:
-        if not _covers(program):
-            faults += _task_faults(program)
+        faults += _task_faults(program)
         for group in range(program.num_groups):
             walk = Liveness(program, group)
             faults += walk.run()
@@ -95,26 +94,6 @@ def _faults(program: Program) -> tuple[list[int], list[str]]:
     if faults or any(len(ends) not in (0, program.num_groups) for ends in (program.inputs, program.outputs)):
         faults = _shape_faults(program)[0] + faults
     return peaks, faults
-
-
-def _covers(program: Program) -> bool:
-    """Whether each loop runs every task once, in the group of its stage, as B or as I and W."""
-    if not all(isinstance(tasks, LoopTasks) for tasks in program.tasks):
-        return False
-    numbers = [Numbers(tasks, "b") for tasks in program.tasks if isinstance(tasks, LoopTasks)]
-    placements = [program.placement_of(loop) for loop in range(len(numbers))]
-    for group, instructions in enumerate(program.groups):
-        for instruction in instructions:
-            if type(instruction) is Run:
-                if type(instruction.loop) is not int or not 0 <= instruction.loop < len(numbers):
-                    return False
-                placement = placements[instruction.loop]
-                for task in instruction.tasks:
-                    if type(task) is not Task or not numbers[instruction.loop].add(task, 1):
-                        return False
-                    if not task.stage < len(placement) or placement[task.stage] != group:
-                        return False
-    return not any(loop.left for loop in numbers)
 
 
 def _shape_faults(program: Program) -> tuple[list[str], bool]:
@@ -174,6 +153,7 @@ def _is_task(task: object) -> bool:
 
 
 def _task_faults(program: Program) -> list[str]:
+    """Where a loop does not run every task once, in the group of its stage, as B or as I and W."""
     runs: dict[int, list[tuple[int, Task]]] = defaultdict(list)
     for group, instructions in enumerate(program.groups):
         for instruction in instructions:
@@ -185,9 +165,23 @@ def _task_faults(program: Program) -> list[str]:
         if not isinstance(loop, int) or not 0 <= loop < len(program.tasks):
             faults.append(f"task {runs[loop][0][1]} belongs to loop {loop!r}; the program has {len(program.tasks)}")
             continue
-        expected, placement = frozenset(p for t in program.tasks[loop] for p in t.parts), program.placement_of(loop)
+        tasks, placement = program.tasks[loop], program.placement_of(loop)
+        if isinstance(tasks, LoopTasks) and _covers(runs[loop], placement, tasks):
+            continue
+        expected = frozenset(part for task in tasks for part in task.parts)
         if outside := sorted({task.stage for task in expected if not 0 <= task.stage < len(placement)}):
             faults.append(f"stages {outside}{where} have no place; placement names {counted(len(placement), 'stage')}")
             expected = frozenset(task for task in expected if task.stage not in outside)
         faults += coverage_faults(runs[loop], placement, expected, where)
     return faults
+
+
+def _covers(runs: Iterable[tuple[int, Task]], placement: Sequence[int], tasks: LoopTasks) -> bool:
+    """Whether all is right. It is quick; `coverage_faults` finds out what is wrong."""
+    numbers = Numbers(tasks, "b")
+    for group, task in runs:
+        if type(task) is not Task or not numbers.add(task, 1):
+            return False
+        if not task.stage < len(placement) or placement[task.stage] != group:
+            return False
+    return not numbers.left
