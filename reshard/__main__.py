@@ -86,7 +86,7 @@ def _mapped(options: argparse.Namespace) -> list[tree_edits.Change]:
     """All changes that `convert` makes to the tree, in order: a mapping comes first, or last on the way to a folder."""
     if options.files_of is not None and options.format != "safetensors":
         raise ReshardError("--files-of is for --format safetensors, which it adds files to.")
-    changes = [tree_edits.select(options.only, options.drop), *(options.changes or [])]
+    changes = [tree_edits.select(options.only, options.drop), *options.changes]
     if options.mapping is None:
         return changes
     source = absolute(options.source)
@@ -276,11 +276,8 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     _add_step(command)
     _add_changes(command)
     _add_storage(command)
-    command.add_argument(
-        "--verify",
-        action="store_true",
-        help="check SRC against its checksums, read both again and compare them bit by bit, then put DST in place",
-    )
+    text = "check SRC against its checksums, read both again and compare them bit by bit, then put DST in place"
+    command.add_argument("--verify", action="store_true", help=text)
     command.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
 
 
@@ -306,90 +303,62 @@ def _add_step(command: argparse.ArgumentParser) -> None:
 
 def _add_mapping(command: argparse.ArgumentParser) -> None:
     """How a Hugging Face folder is read as a model."""
+    text = f"of a Hugging Face folder: {', '.join(built_in())}, auto (what config.json says), or a file"
+    command.add_argument("--mapping", metavar="NAME", help=text)
+
+
+def _add_several(
+    command: argparse.ArgumentParser,
+    option: str,
+    parse: Callable[[str], object],
+    metavar: str,
+    text: str,
+    dest: str | None = None,
+) -> None:
+    """An option that may be given several times."""
     command.add_argument(
-        "--mapping",
-        metavar="NAME",
-        help=f"of a Hugging Face folder: {', '.join(built_in())}, auto (what config.json says), or a file",
+        option, dest=dest, type=_argument(parse), action="append", default=[], metavar=metavar, help=text
     )
 
 
 def _add_changes(command: argparse.ArgumentParser) -> None:
     """What becomes of the tree."""
-    add = command.add_argument
-    add(
-        "--unstack",
-        dest="changes",
-        type=_argument(_unstack),
-        action="append",
-        metavar="NODE[=list|dict]",
-        help="cut the arrays below these nodes along axis 0: layers/w[L, …] becomes layers/3/w",
-    )
-    add(
-        "--stack",
-        dest="changes",
-        type=_argument(lambda text: tree_edits.stack(_pattern(text))),
-        action="append",
-        metavar="NODE",
-        help="stack the numbered entries of these nodes: layers/3/w becomes layers/w[L, …]",
-    )
-    add(
-        "--rename",
-        dest="changes",
-        type=_argument(_rename),
-        action="append",
-        metavar="REGEX=PATH",
-        help=r"give paths that match all of a regular expression another one; \1 is its first group",
-    )
-    pattern = _argument(_pattern)
-    add("--only", type=pattern, action="append", default=[], metavar="PATTERN", help="keep these leaves or nodes")
-    add("--drop", type=pattern, action="append", default=[], metavar="PATTERN", help="leave these leaves or nodes out")
+    text = "cut the arrays below these nodes along axis 0: layers/w[L, …] becomes layers/3/w"
+    _add_several(command, "--unstack", _unstack, "NODE[=list|dict]", text, "changes")
+    text = "stack the numbered entries of these nodes: layers/3/w becomes layers/w[L, …]"
+    _add_several(command, "--stack", lambda text: tree_edits.stack(_pattern(text)), "NODE", text, "changes")
+    text = r"give paths that match all of a regular expression another one; \1 is its first group"
+    _add_several(command, "--rename", _rename, "REGEX=PATH", text, "changes")
+    _add_several(command, "--only", _pattern, "PATTERN", "keep these leaves or nodes")
+    _add_several(command, "--drop", _pattern, "PATTERN", "leave these leaves or nodes out")
 
 
 def _add_storage(command: argparse.ArgumentParser) -> None:
     """How the arrays are stored, and in how much memory they are copied."""
-    add = command.add_argument
-    add(
-        "--dtype",
-        type=_argument(_dtype),
-        action="append",
-        default=[],
-        metavar="[PATTERN=]DTYPE",
-        help="cast floating-point arrays; numbers, counters and keys stay as they are; the last that matches counts",
-    )
-    add(
-        "--chunk",
-        type=_argument(_chunk),
-        action="append",
-        default=[],
-        metavar="PATTERN=SIZES",
-        help="chunk sizes, one an axis, -1 for all of it; default: as before, a layer of a stack, at most 64 MiB",
-    )
-    add(
+    text = "cast floating-point arrays; numbers, counters and keys stay as they are; the last that matches counts"
+    _add_several(command, "--dtype", _dtype, "[PATTERN=]DTYPE", text)
+    text = "chunk sizes, one an axis, -1 for all of it; default: as before, a layer of a stack, at most 64 MiB"
+    _add_several(command, "--chunk", _chunk, "PATTERN=SIZES", text)
+    command.add_argument(
         "--format",
         choices=("zarr", "zarr3", "safetensors"),
         default="zarr",
         help="default: zarr (version 2), Orbax's own default; safetensors makes a Hugging Face folder",
     )
-    add(
-        "--files-of",
-        type=_argument(_folder),
-        metavar="DIR",
-        help="with --format safetensors: copy config.json, tokenizer and other files from this folder, and divide the"
-        " tensors among files as it does",
+    text = (
+        "with --format safetensors: copy config.json, tokenizer and other files from this folder, and divide the"
+        " tensors among files as it does"
     )
-    add(
+    command.add_argument("--files-of", type=_argument(_folder), metavar="DIR", help=text)
+    command.add_argument(
         "--file-size",
         type=_argument(nbytes_of),
         default=FILE_NBYTES,
         metavar="BYTES",
         help="with --format safetensors: how large a file may be; default: 5 GB",
     )
-    add(
-        "--threshold",
-        type=_argument(nbytes_of),
-        metavar="BYTES",
-        help="memory for array data, as in 64MiB; default: 256 MiB more than it takes to read each chunk once",
-    )
+    text = "memory for array data, as in 64MiB; default: 256 MiB more than it takes to read each chunk once"
+    command.add_argument("--threshold", type=_argument(nbytes_of), metavar="BYTES", help=text)
 
 
 def _own_process() -> None:
