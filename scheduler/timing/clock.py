@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from scheduler.base.collector import without_collection
 from scheduler.engine import blocked, run_until_blocked
@@ -13,107 +12,94 @@ from scheduler.task import Kind, Orders, Reads, Task
 Times = tuple[array, ...]
 
 
-@dataclass
-class Clock:
-    """Each group runs its order, each task as soon as what it waits for has arrived.
+def run_on_clock(
+    orders: Orders,
+    second: Mapping[Task, Task],
+    placement: Sequence[int],
+    num_microbatches: int,
+    seconds: Mapping[Kind, Sequence[float]],
+    over: Sequence[float],
+    reads: Reads | None = None,
+) -> tuple[Times, Times]:
+    """The starts and the ends of every group's tasks, each as soon as what it waits for has arrived.
+
+    A fused pair starts when both could, and hands on all at its end.
 
     Args:
+        orders: For each group, its tasks in order.
+        second: For the first task of each fused pair, the other one, which must come next.
         placement: For each stage, its group.
         num_microbatches: The number of microbatches.
         seconds: For each kind, the time of its tasks, at stage times microbatches plus microbatch.
         over: The time over the boundary behind a stage, at the same places.
         reads: For each stage, the stages that it exchanges values with; None for a chain.
+
+    Raises:
+        ScheduleError: The orders deadlock; with the cycle.
     """
+    m, size = num_microbatches, len(placement) * num_microbatches
+    waits = _what_tasks_wait_for(placement, m, chain(len(placement)) if reads is None else reads)
+    # When each event has happened, -1 before. The end of F is the event at stage times microbatches plus microbatch,
+    # the end of I or B is that plus `size`. That of W and R is none: no other group waits for them.
+    happened = array("d", [-1.0]) * (2 * size)
+    starts: Times = tuple(array("d") for _ in orders)
+    ends: Times = tuple(array("d") for _ in orders)
+    units, clock = [list(paired(order, second)) for order in orders], [0.0] * len(orders)
 
-    placement: Sequence[int]
-    num_microbatches: int
-    seconds: Mapping[Kind, Sequence[float]]
-    over: Sequence[float]
-    reads: Reads | None = None
-    happened: array = field(init=False)
-    """When each event has happened, -1 before. The end of F is event number stage times microbatches plus microbatch;
-    the end of I or B is that number plus ``size``."""
+    # What a large simulation spends its time in.
+    def do(group: int, unit: tuple[Task, ...], happens: Callable[[int], None]) -> int | None:
+        now = clock[group]
+        for stage, kind, microbatch in unit:
+            for event, late in waits[stage, kind]:
+                arrival = happened[event + microbatch]
+                if arrival < 0:
+                    if len(unit) > 1 and event + microbatch in map(event_of, unit):
+                        continue
+                    return event + microbatch
+                if late >= 0:
+                    arrival += over[late + microbatch]
+                if arrival > now:
+                    now = arrival
+        for stage, kind, microbatch in unit:
+            starts[group].append(now)
+            now += seconds[kind][stage * m + microbatch]
+            ends[group].append(now)
+        clock[group] = now
+        for stage, kind, microbatch in unit:
+            if kind != "W" and kind != "R":
+                event = stage * m + microbatch + (0 if kind == "F" else size)
+                happened[event] = now
+                happens(event)
+        return None
 
-    def __post_init__(self) -> None:
-        self.happened = array("d", [-1.0]) * (2 * self.size)
-        self._waits = self._what_tasks_wait_for()
+    def event_of(task: Task) -> int:
+        at = task.stage * m + task.microbatch
+        return at if task.kind == "F" else -1 if task.kind in "WR" else size + at
 
-    @property
-    def size(self) -> int:
-        """The number of tasks of a kind."""
-        return len(self.placement) * self.num_microbatches
+    with without_collection():
+        position = run_until_blocked(units, do)
+    if blocked(position, units):
+        raise ScheduleError(f"simulate: the orders deadlock: {_stuck(units, reads, len(placement))}.")
+    return starts, ends
 
-    def run(self, orders: Orders, second: Mapping[Task, Task]) -> tuple[Times, Times]:
-        """The starts and the ends of every group's tasks.
 
-        A fused pair starts when both could, and hands on all at its end.
+def _what_tasks_wait_for(
+    placement: Sequence[int], num_microbatches: int, reads: Reads
+) -> dict[tuple[int, Kind], list[tuple[int, int]]]:
+    """For each stage and kind, the events that its task waits for, and where in ``over`` their time on the way is.
 
-        Args:
-            orders: The orders.
-            second: For the first task of each fused pair, the other one, which must come next.
-
-        Raises:
-            ScheduleError: The orders deadlock; with the cycle.
-        """
-        m, size, waits = self.num_microbatches, self.size, self._waits
-        happened, over, seconds = self.happened, self.over, self.seconds
-        starts: Times = tuple(array("d") for _ in orders)
-        ends: Times = tuple(array("d") for _ in orders)
-        units, clock = [list(paired(order, second)) for order in orders], [0.0] * len(orders)
-
-        # What a large simulation spends its time in.
-        def do(group: int, unit: tuple[Task, ...], happens: Callable[[int], None]) -> int | None:
-            now = clock[group]
-            for stage, kind, microbatch in unit:
-                for event, late in waits[stage, kind]:
-                    arrival = happened[event + microbatch]
-                    if arrival < 0:
-                        if len(unit) > 1 and event + microbatch in map(self._event_of, unit):
-                            continue
-                        return event + microbatch
-                    if late >= 0:
-                        arrival += over[late + microbatch]
-                    if arrival > now:
-                        now = arrival
-            for stage, kind, microbatch in unit:
-                starts[group].append(now)
-                now += seconds[kind][stage * m + microbatch]
-                ends[group].append(now)
-            clock[group] = now
-            for stage, kind, microbatch in unit:
-                if kind != "W" and kind != "R":  # no other group waits for these
-                    event = stage * m + microbatch + (0 if kind == "F" else size)
-                    happened[event] = now
-                    happens(event)
-            return None
-
-        with without_collection():
-            position = run_until_blocked(units, do)
-        if blocked(position, units):
-            raise ScheduleError(f"simulate: the orders deadlock: {_stuck(units, self.reads, len(self.placement))}.")
-        return starts, ends
-
-    def _what_tasks_wait_for(self) -> dict[tuple[int, Kind], list[tuple[int, int]]]:
-        """For each stage and kind, the events that its task waits for, and where in ``over`` their time on the way is.
-
-        Both for microbatch 0; the latter is -1 within a group. A skip over stages takes the time over its sender's own
-        boundary.
-        """
-        m, size, placement = self.num_microbatches, self.size, self.placement
-        reads = chain(len(placement)) if self.reads is None else self.reads
-        found: dict[tuple[int, Kind], list[tuple[int, int]]] = {}
-        for stage, readers in enumerate(readers_of(reads)):
-            own, home = (stage * m, -1), placement[stage]
-            later = [(size + s * m, -1 if placement[s] == home else stage * m) for s in readers]
-            found[stage, "F"] = [(s * m, -1 if placement[s] == home else s * m) for s in reads[stage]]
-            found[stage, "B"] = found[stage, "I"] = [own, *later]
-            found[stage, "R"], found[stage, "W"] = [own], [(size + stage * m, -1)]
-        return found
-
-    def _event_of(self, task: Task) -> int:
-        """The event of a task's end. That of W and R is no event: no other group waits for them."""
-        at = task.stage * self.num_microbatches + task.microbatch
-        return at if task.kind == "F" else -1 if task.kind in "WR" else self.size + at
+    Both for microbatch 0; the latter is -1 within a group. A skip over stages takes the time over its sender's own
+    boundary.
+    """
+    m, size = num_microbatches, len(placement) * num_microbatches
+    found: dict[tuple[int, Kind], list[tuple[int, int]]] = {}
+    for stage, readers in enumerate(readers_of(reads)):
+        own, home = (stage * m, -1), placement[stage]
+        later = [(size + s * m, -1 if placement[s] == home else stage * m) for s in readers]
+        found[stage, "F"] = [(s * m, -1 if placement[s] == home else s * m) for s in reads[stage]]
+        found[stage, "B"] = found[stage, "I"] = [own, *later]
+        found[stage, "R"], found[stage, "W"] = [own], [(size + stage * m, -1)]
+    return found
 
 
 def _stuck(units: Sequence[Sequence[tuple[Task, ...]]], reads: Reads | None, num_stages: int) -> str | None:

@@ -6,7 +6,7 @@ from operator import add
 from scheduler.base.collector import without_collection
 from scheduler.ordering import recomputing
 from scheduler.task import Kind, Orders, Pairs, Reads, Schedule, Task, check_count, check_schedule, reads_of
-from scheduler.timing.clock import Clock
+from scheduler.timing.clock import Times, run_on_clock
 from scheduler.timing.costs import Costs, check_costs
 from scheduler.timing.timeline import Timeline
 
@@ -56,7 +56,7 @@ def simulate_orders(
 ) -> Timeline:
     """The same as :func:`simulate`, for orders at hand."""
     costs = Costs() if costs is None else costs
-    starts, ends = _clock(placement, num_microbatches, costs, reads).run(orders, dict(fused))
+    starts, ends = _on_clock(orders, fused, placement, num_microbatches, costs, reads)
     counts, nbytes = peaks(orders, len(placement), costs, num_microbatches)
     return Timeline(orders, starts, ends, tuple(placement), costs, counts, nbytes, fused, name, reads)
 
@@ -89,7 +89,9 @@ def timeline_of(
     return Timeline(orders, starts, ends, tuple(placement), costs, held, nbytes, fused, name)
 
 
-def _clock(placement: Sequence[int], num_microbatches: int, costs: Costs, reads: Reads | None) -> Clock:
+def _on_clock(
+    orders: Orders, pairs: Pairs, placement: Sequence[int], num_microbatches: int, costs: Costs, reads: Reads | None
+) -> tuple[Times, Times]:
     n, every = len(placement), costs.of_microbatches(num_microbatches)
     names: dict[Kind, str] = {"F": "forward", "I": "input_grad", "W": "weight_grad", "R": "recompute"}
     seconds: dict[Kind, list[float]] = {}
@@ -97,7 +99,7 @@ def _clock(placement: Sequence[int], num_microbatches: int, costs: Costs, reads:
         seconds[kind] = _flat(every, Costs.per_stage, name, n)
     seconds["B"] = list(map(add, seconds["I"], seconds["W"]))
     over = _flat(every, Costs.transfers if reads else Costs.transfers_between, n if reads else placement)
-    return Clock(placement, num_microbatches, seconds, over, reads)
+    return run_on_clock(orders, dict(pairs), placement, num_microbatches, seconds, over, reads)
 
 
 def _flat(every: Sequence[Costs], of_stages: Callable[..., Sequence[float]], *args: object) -> list[float]:
