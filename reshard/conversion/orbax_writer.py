@@ -7,6 +7,7 @@ needs of Orbax's internals is in here.
 
 import asyncio
 import dataclasses
+import functools
 import json
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path as File
@@ -62,10 +63,18 @@ def write(folder: File, tree: object, fill: Fill, *, zarr3: bool) -> None:
         fill: gets all arrays by the `id` of their entry, open for writing, and fills them.
         zarr3: whether to write zarr version 3 instead of 2; both go into OCDBT.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Array)]
-    gathering = _Gathering(len({type(leaf) for leaf in leaves}), fill)
+    kinds = {type(leaf) for leaf in jax.tree.leaves(tree) if isinstance(leaf, Array)}
+    opened: dict[int, ts.TensorStore] = {}
+
+    async def add(kind: type[Array], arrays: dict[int, ts.TensorStore]) -> None:
+        """When all kinds of arrays have been opened, they are filled together."""
+        opened.update(arrays)
+        kinds.remove(kind)
+        if not kinds:
+            await fill(opened)
+
     store = Store()
-    handlers = {kind: _Handler(name, store, gathering) for name, kind in ARRAYS.items()}
+    handlers = {kind: _Handler(name, store, functools.partial(add, kind)) for name, kind in ARRAYS.items()}
     # Orbax looks for the store of array metadata at the handler of jax.Array.
     registry = ocp.type_handlers.create_type_handler_registry(
         *handlers.items(), (str, ocp.type_handlers.StringHandler()), (jax.Array, handlers[ARRAYS["jax.Array"]])
@@ -75,28 +84,13 @@ def write(folder: File, tree: object, fill: Fill, *, zarr3: bool) -> None:
         checkpointer.save(folder, ocp.args.PyTreeSave(tree))
 
 
-class _Gathering:
-    """Waits until each kind of array has been opened, then has them filled together."""
-
-    def __init__(self, num_kinds: int, fill: Fill) -> None:
-        self.missing = num_kinds
-        self.fill = fill
-        self.arrays: dict[int, ts.TensorStore] = {}
-
-    async def add(self, arrays: dict[int, ts.TensorStore]) -> None:
-        self.arrays |= arrays
-        self.missing -= 1
-        if not self.missing:
-            await self.fill(self.arrays)
-
-
 class _Handler(ocp.type_handlers.TypeHandler):
     """Makes the arrays of one kind; Orbax reads them back with its own handlers."""
 
-    def __init__(self, name: str, store: Store, gathering: _Gathering) -> None:
+    def __init__(self, name: str, store: Store, fill: Fill) -> None:
         self._name = name
         self._array_metadata_store = store
-        self._gathering = gathering
+        self._fill = fill
 
     def typestr(self) -> str:
         return self._name
@@ -117,7 +111,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
         if self._name == "jax.Array":
             described = list(map(_described, entries, infos))
             await self._array_metadata_store.write(infos[0].parent_dir, described, process_index=0)
-        await self._gathering.add(dict(zip(map(id, entries), opened, strict=True)))
+        await self._fill(dict(zip(map(id, entries), opened, strict=True)))
         return []
 
 
