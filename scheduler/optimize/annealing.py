@@ -4,8 +4,9 @@ import functools
 import importlib.util
 import itertools
 import math
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence
 from types import FunctionType
+from typing import NamedTuple
 
 from scheduler.schedules.list_scheduling import Problem
 from scheduler.task import Kind, Orders, Task
@@ -14,6 +15,39 @@ _KINDS: tuple[Kind, ...] = ("F", "I", "W")
 # Lists, or numpy arrays where the functions are compiled.
 Floats = MutableSequence[float]
 Ints = MutableSequence[int]
+
+
+class Tables(NamedTuple):
+    """What the moves are made in.
+
+    A task is a number: its kind's place in `_KINDS`, times stages and microbatches, plus its stage, times microbatches,
+    plus its microbatch.
+
+    Attributes:
+        sequence, best_sequence: All tasks, group after group, each group's in its order.
+        begin: For each group, where its tasks begin in the sequence; and where those of the last one end.
+        time, nbytes: For each task, its seconds, and what it adds to the memory of its group.
+        across, lag: The task of another stage that it waits for (-1: none), and the seconds of that result on its way.
+        local: The task of its own stage that comes before it (-1: none): F before I, I before W.
+        lane: Its kind and stage as one number; tasks of one lane stay in their order.
+        ends: When it has ended, -1 before; filled by `_simulated`.
+        limits: For each group, the bytes that it may hold.
+        position, clock: How far it is in the sequence, and when its last task has ended; filled by `_simulated`.
+    """
+
+    sequence: Ints
+    best_sequence: Ints
+    begin: Ints
+    time: Floats
+    nbytes: Floats
+    across: Ints
+    lag: Floats
+    local: Ints
+    lane: Ints
+    ends: Floats
+    limits: Floats
+    position: Ints
+    clock: Floats
 
 
 def improve(
@@ -59,17 +93,17 @@ def improve(
     sequence = [number[task.kind] + task.stage * m + task.microbatch for order in orders for task in order]
     begin = [0, *itertools.accumulate(map(len, orders))]
     limits = [problem.limit(group) + 1e-9 for group in range(problem.num_groups)]
-    work: Sequence[Floats | Ints] = [
-        sequence, begin, time, across, lag, local, lane, nbytes, limits,
-        [0.0] * size, [0] * problem.num_groups, [0.0] * problem.num_groups, list(sequence),
-    ]  # fmt: skip
+    ends, position, clock = [0.0] * size, [0] * problem.num_groups, [0.0] * problem.num_groups
+    tables = Tables(
+        sequence, list(sequence), begin, time, nbytes, across, lag, local, lane, ends, limits, position, clock
+    )
     run: Callable[..., float] = _anneal
     if compiled:
         import numpy
 
-        run, work = _compiled(), [numpy.array(one) for one in work]  # pyright: ignore[reportAssignmentType]
-    makespan = run(*work, steps, hot, cold, target, seed % 2**31)
-    best: Sequence[int] = [int(task) for task in work[-1]]
+        run, tables = _compiled(), Tables(*map(numpy.array, tables))  # pyright: ignore[reportArgumentType]
+    makespan = run(tables, steps, hot, cold, target, seed % 2**31)
+    best = [int(task) for task in tables.best_sequence]
     tasks = [Task(task % (n * m) // m, _KINDS[task // (n * m)], task % m) for task in best]
     return float(makespan), tuple(tuple(tasks[begin[group] : begin[group + 1]]) for group in range(problem.num_groups))
 
@@ -96,45 +130,14 @@ def _compiled() -> Callable[..., float]:
 
 # From here on only plain loops and arrays, so that numba can compile the functions. The parts do not call each other:
 # `_compiled` puts compiled ones in the place of those that `_anneal` calls, and of no others.
-#
-# A task is a number: its kind's place in `_KINDS`, times stages and microbatches, plus its stage, times microbatches,
-# plus its microbatch. Arrays with one entry for each task:
-#
-#   time, nbytes    its seconds, and what it adds to the memory of its group
-#   across, lag     the task of another stage that it waits for (-1: none), and the seconds of that result on its way
-#   local           the task of its own stage that comes before it (-1: none): F before I, I before W
-#   lane            its kind and stage as one number; tasks of one lane stay in their order
-#   ends            when it has ended, -1 before; filled by `_simulated`
-#
-# `sequence` has all tasks, group after group, each group's in its order: `sequence[begin[g]:begin[g + 1]]` are those of
-# group g. With one entry for each group: `limits` (bytes), `position` (how far it is in `sequence`) and `clock` (when
-# its last task has ended).
 
 
-def _anneal(
-    sequence: Ints,
-    begin: Ints,
-    time: Floats,
-    across: Ints,
-    lag: Floats,
-    local: Ints,
-    lane: Ints,
-    nbytes: Floats,
-    limits: Floats,
-    ends: Floats,
-    position: Ints,
-    clock: Floats,
-    best_sequence: Ints,
-    steps: int,
-    hot: float,
-    cold: float,
-    target: float,
-    seed: int,
-) -> float:
+def _anneal(tables: Tables, steps: int, hot: float, cold: float, target: float, seed: int) -> float:
     """Moves tasks of `sequence`; leaves the best sequence in `best_sequence` and returns its makespan.
 
     Step 0 moves nothing: it finds the score of what is given.
     """
+    sequence, begin, lane, local = tables.sequence, tables.begin, tables.lane, tables.local
     random = seed
     current = best = math.inf
     for step in range(steps + 1):
@@ -148,9 +151,9 @@ def _anneal(
             if place == source:  # a neighbour that it may not pass
                 continue
         score = makespan = math.inf
-        if not step or _fits(sequence, begin[group], begin[group + 1], nbytes, limits[group]):
-            makespan = _simulated(sequence, begin, time, across, lag, local, ends, position, clock)
-            score = _score(makespan, clock)
+        if not step or _fits(sequence, begin[group], begin[group + 1], tables.nbytes, tables.limits[group]):
+            makespan = _simulated(tables)
+            score = _score(makespan, tables.clock)
         accept = score <= current
         if not accept and score < math.inf:
             temperature = hot * (cold / hot) ** (step / steps)
@@ -161,7 +164,7 @@ def _anneal(
             if makespan < best:
                 best = makespan
                 for i in range(len(sequence)):
-                    best_sequence[i] = sequence[i]
+                    tables.best_sequence[i] = sequence[i]
                 if best <= target:
                     break
         elif step:  # back again: what it has passed once may be passed the other way
@@ -209,18 +212,10 @@ def _fits(sequence: Ints, begin: int, end: int, nbytes: Floats, limit: float) ->
     return True
 
 
-def _simulated(
-    sequence: Ints,
-    begin: Ints,
-    time: Floats,
-    across: Ints,
-    lag: Floats,
-    local: Ints,
-    ends: Floats,
-    position: Ints,
-    clock: Floats,
-) -> float:
+def _simulated(tables: Tables) -> float:
     """The makespan, with each group's last end in ``clock``; infinite if the orders deadlock."""
+    sequence, begin, ends, position, clock = tables.sequence, tables.begin, tables.ends, tables.position, tables.clock
+    time, across, lag, local = tables.time, tables.across, tables.lag, tables.local
     num_groups, total = len(begin) - 1, len(sequence)
     for i in range(total):
         ends[i] = -1.0
