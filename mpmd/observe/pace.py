@@ -2,28 +2,32 @@
 
 What is compared are the seconds in which a process's own devices compute in a call of a step (`accounts.py` measures
 them), so a process that waits for a slow one is not slow itself. Groups differ in their work, so each process compares
-itself with its own past: what is *usual* is the median of the earlier samples of the same program. The work itself may
-grow, for all alike. So a process is slow if each of its last samples took K times its usual, and K times as much more
-as the others take (by the median over these of the median of the last samples of each).
+itself with its own past: what is *usual* is the median of the earlier samples of as much work: of the same program, and
+where microbatches have several shapes, of as many of each. The work itself may grow, for all alike. So a process is
+slow if each of its last samples took K times its usual, and K times as much more as the others take (by the median over
+these of the median of the last samples of each).
 """
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
+
+from scheduler.base.bounded import BoundedDict
 
 # The environment's name of K; the launcher sets it to that of --replace-slow.
 VARIABLE = "MPMD_REPLACE_SLOW"
 EVERY = 4  # of the calls of a program in the loop, one in so many is measured
 _NUM_LAST, _LEAST_EARLIER, _MOST_EARLIER = 3, 5, 100
+_MOST_WORKS = 64  # of which samples are kept
 
 
 class Pace(NamedTuple):
     """How fast a process is at the moment.
 
     Attributes:
-      usual_s: what its devices usually compute in a call.
-      ratios: what each of the last samples took, as a multiple of that.
+      usual_s: what its devices usually compute in a call like the last one.
+      ratios: what each of the last samples took, as a multiple of what is usual for it.
     """
 
     usual_s: float
@@ -34,15 +38,25 @@ class History:
     """The samples of one program in one process."""
 
     def __init__(self):
-        self._samples: deque[float] = deque(maxlen=_MOST_EARLIER + _NUM_LAST)
+        self._earlier: BoundedDict[Hashable, deque[float]] = BoundedDict(_MOST_WORKS)
+        self._last: deque[tuple[Hashable, float]] = deque()
 
-    def add(self, seconds: float) -> Pace | None:
-        """One more sample; None while there are too few."""
-        self._samples.append(seconds)
-        earlier, last = [*self._samples][:-_NUM_LAST], [*self._samples][-_NUM_LAST:]
-        if len(earlier) < _LEAST_EARLIER or not (usual_s := statistics.median(earlier)):
+    def add(self, work: Hashable, seconds: float) -> Pace | None:
+        """One more sample, of this work; None while there are too few of that of the last ones."""
+        self._last.append((work, seconds))
+        if len(self._last) > _NUM_LAST:
+            before, sample = self._last.popleft()
+            samples = self._earlier.pop(before, None) or deque(maxlen=_MOST_EARLIER)
+            samples.append(sample)
+            self._earlier[before] = samples  # behind the others: what has not come for long is forgotten
+        usual = [self._usual_s(one) for one, _ in self._last]
+        if len(usual) < _NUM_LAST or not all(usual):
             return None
-        return Pace(usual_s, tuple(s / usual_s for s in last))
+        return Pace(usual[-1], tuple(s / by for (_, s), by in zip(self._last, usual, strict=True)))
+
+    def _usual_s(self, work: Hashable) -> float:
+        earlier = self._earlier.get(work, ())
+        return statistics.median(earlier) if len(earlier) >= _LEAST_EARLIER else 0.0
 
 
 def straggler(paces: Mapping[int, Pace], factor: float) -> tuple[int, str] | None:

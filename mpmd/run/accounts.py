@@ -10,7 +10,7 @@ import contextlib
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -25,11 +25,9 @@ from mpmd.run.bound_instruction import MOVE, RECV, RUN
 from mpmd.run.run_ahead import after
 from mpmd.run.slots import SlotValues
 from mpmd.run.timing import Recorder, lanes_of
-from scheduler.base.bounded import BoundedDict
 
 _FIRST = 1, 10  # the first call is not like the others
 _EVERY, _PAUSE_S = 100, 5.0  # so many calls, and so long, from one that is measured to the next
-_NUM_HISTORIES = 64  # a list in another order of its shapes is another program
 
 # What makes of the instructions of a call those that are walked.
 Measured = Callable[[Sequence[tuple]], Sequence[tuple]]
@@ -49,7 +47,7 @@ class Accounts:
 
     def __init__(self, of: Ledger, bindings: Bindings, groups: Sequence[Mesh], activity: Activity | None = None):
         self._ledger, self._groups, self._activity = of, groups, activity
-        self._histories: BoundedDict[int, tuple[Bindings, pace.History]] = BoundedDict(_NUM_HISTORIES)
+        self._history = pace.History()
         self._outputs = {slot for where in bindings.outputs for _, slot in where}
         self._ends = _last_results(bindings, self._outputs, lanes_of(groups))
         here = jax.process_index()
@@ -60,12 +58,13 @@ class Accounts:
         self.recorder: Recorder | None = None
 
     @contextlib.contextmanager
-    def call(self, bindings: Bindings, slots: SlotValues) -> Iterator[Measured]:
+    def call(self, bindings: Bindings, slots: SlotValues, work: Hashable) -> Iterator[Measured]:
         """Around a call.
 
         Args:
           bindings: those of this call.
           slots: what it reads and writes.
+          work: what it has in common with calls that compute as much, in whatever order.
         """
         begin, count = self._ledger.begin_call(), self._num_calls
         self._num_calls += 1
@@ -89,8 +88,8 @@ class Accounts:
                 self._recorder_of(bindings).warm_up()
         except Exception:  # a program has failed already: whoever reads its result gets the error
             part = ledger.LOST
-        history = self._history_of(bindings) if has_pace and recorder is not None else None
-        divide = None if recorder is None else functools.partial(self._divided, recorder, history)
+        add = functools.partial(self._history.add, work) if has_pace else None
+        divide = None if recorder is None else functools.partial(self._divided, recorder, add)
         self._ledger.end_call(begin, waits, self._shares, part=part, divide=divide)
 
     def _recorder_of(self, bindings: Bindings) -> Recorder:
@@ -107,18 +106,14 @@ class Accounts:
             stats["bytes_limit"] - stats["peak_bytes_in_use"] > nbytes for stats in found if "bytes_limit" in stats
         )
 
-    def _history_of(self, bindings: Bindings) -> pace.History:
-        """That of calls which run the same."""
-        if id(bindings) not in self._histories:
-            self._histories[id(bindings)] = bindings, pace.History()
-        return self._histories[id(bindings)][1]
-
-    def _divided(self, recorder: Recorder, history: pace.History | None, begin: float, end: float) -> dict[str, float]:
+    def _divided(
+        self, recorder: Recorder, add: Callable[[float], pace.Pace | None] | None, begin: float, end: float
+    ) -> dict[str, float]:
         """Seconds by part, of a call from `begin` to `end`; waits until all that was measured is done."""
         recorder.join()
         found = seconds_by_part(recorder.rows(0), recorder.lanes, begin, end)
-        if history is not None and self._activity is not None:
-            self._activity.pace = history.add(found[ledger.COMPUTE])
+        if add is not None and self._activity is not None:
+            self._activity.pace = add(found[ledger.COMPUTE])
         return found
 
     def _measured(self, bindings: Bindings) -> Measured:

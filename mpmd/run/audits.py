@@ -207,6 +207,10 @@ class AuditedExecutor(Executor):
         audits.watch(self._sampling.results)
         return results
 
+    @property
+    def _work(self) -> Hashable:
+        return super()._work, self._is_audited
+
     def prepare(self) -> bool:
         """Agrees on the plan and warms up collectives, once: whether this was that time."""
         if is_first := super().prepare():

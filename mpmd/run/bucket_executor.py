@@ -210,6 +210,10 @@ class BucketExecutor(Executor):
         bindings, instructions, self._arguments, self._number, self._kept_of_plan = self._kept[key]
         self._take(bindings, instructions, self.flight)
 
+    @property
+    def _work(self) -> Hashable:
+        return tuple(tuple(sorted(buckets)) for buckets in self._order)
+
     def _call_of(self, order: Order, permutations: Permutations, arrays: Sequence[MicrobatchArray]) -> _Prepared:
         first, local, slots = self._bound_buckets.of[0], self._programs.mesh.local_groups, self._bound_buckets.slots
         picked, template, text = self._picked(order, permutations), self._bound_buckets.template, repr(order)

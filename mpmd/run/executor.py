@@ -8,7 +8,7 @@ import contextlib
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -112,9 +112,14 @@ class Executor:
             if self._accounts is None:
                 self._run_once(slots)
             else:
-                with self._accounts.call(self.bindings, slots) as measured:
+                with self._accounts.call(self.bindings, slots, self._work) as measured:
                     self._run_once(slots, measured)
         return self._collect(slots)
+
+    @property
+    def _work(self) -> Hashable:
+        """What calls have in common that are the same work for the devices, in whatever order."""
+        return ()
 
     def _run_once(self, slots: SlotValues, measured: Measured | None = None) -> None:
         with self._step() as base:

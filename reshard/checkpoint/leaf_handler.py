@@ -143,11 +143,13 @@ class MpmdLeaves(ArrayHandler):
         return [on_host[i] for i in range(len(data))]
 
     async def deserialize(self, infos: Infos, args: Sequence[ocp.RestoreArgs] | None = None) -> Any:
-        """Reads what goes to an `MpmdSharding`, and leaves the rest to the handler that was there before."""
+        """Reads what goes to an `MpmdSharding`, or to other processes alone, of which Orbax (0.12) makes no array; the
+        rest is left to the handler that was there before.
+        """
         args = args or [ocp.RestoreArgs()] * len(infos)
         has_file = not self.gives_numpy or (infos[0].parent_dir / "_sharding").exists()
         shardings = [getattr(arg, "sharding", None) for arg in args]
-        ours = [i for i, s in enumerate(shardings) if isinstance(s, MpmdSharding) or (s is None and not has_file)]
+        ours = [i for i, s in enumerate(shardings) if _is_ours(s) or (s is None and not has_file)]
         theirs = [i for i in range(len(args)) if i not in set(ours)]
         results: dict[int, object] = {}
         if theirs:
@@ -180,6 +182,11 @@ class MpmdLeaves(ArrayHandler):
             number = await asyncio.to_thread(identity, here, [(info.name,) for info in infos])
             call.about["the checkpoint"], call.place_read = f"as {number:08x}", str(info.parent_dir)
         return await read_requests(here, wanted, Reads(), getattr(info.byte_limiter, "max_bytes", None))
+
+
+def _is_ours(sharding: object) -> bool:
+    is_mpmd = isinstance(sharding, MpmdSharding)
+    return is_mpmd or (isinstance(sharding, jax.sharding.Sharding) and not sharding.addressable_devices)
 
 
 def _request(name: str, arg: Any) -> Request:

@@ -42,6 +42,7 @@ def save(path: str, groups: int, seed: int = 0, v1: bool = False, data: str | No
 def restore(path: str, groups: int, seed: int = 0, data: str | None = "data", scale: int = 1, v1: bool = False) -> Any:
     import importlib
 
+    import numpy as np
     from layouts import bytes_read, check_equal, mesh_of, shardings_for
 
     import reshard.checkpoint
@@ -59,7 +60,17 @@ def restore(path: str, groups: int, seed: int = 0, data: str | None = "data", sc
         for name, array in enumerate(jax.tree.leaves(tree))
         for shard in array.addressable_shards
     }
-    return {"shards": sum(jax.tree.leaves(shards)), "read": bytes_read() - before, "held": sum(held.values())}
+    found = {"shards": sum(jax.tree.leaves(shards)), "read": bytes_read() - before, "held": sum(held.values())}
+    on_one = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # of which the other processes get no shard
+    if v1:
+        tree = new.load(path, reshard.checkpoint.abstract(values, on_one))
+    else:
+        tree = reshard.checkpoint.restore(path, values, on_one)
+    for array, value in zip(jax.tree.leaves(tree), jax.tree.leaves(values), strict=True):
+        assert (array.shape, array.dtype, array.sharding) == (value.shape, value.dtype, on_one)
+        if jax.process_index() == 0:
+            np.testing.assert_array_equal(array, value)
+    return found
 
 
 @scenario

@@ -279,7 +279,7 @@ def test_calls_that_there_was_no_memory_to_measure_are_not_divided(tmp_path, mon
 def test_where_slow_processes_are_replaced_one_call_in_four_is_measured_and_no_file_is_needed(tmp_path, monkeypatch):
     of_job, samples, add = SimpleNamespace(has_pace=True, pace=None), [], pace.History.add
     monkeypatch.setattr(Accounts, "_activity", property(lambda _: of_job, lambda *_: None), raising=False)
-    monkeypatch.setattr(pace.History, "add", lambda self, s: [samples.append(s), add(self, s)][1])
+    monkeypatch.setattr(pace.History, "add", lambda self, work, s: [samples.append(s), add(self, work, s)][1])
     monkeypatch.delenv(ledger.VARIABLE, raising=False)
     monkeypatch.setenv(pace.VARIABLE, "3")
     monkeypatch.chdir(tmp_path)

@@ -25,18 +25,29 @@ def paces_of(*samples_of_ranks):
     found = {}
     for rank, samples in enumerate(samples_of_ranks):
         history = History()
-        found[rank] = [history.add(s) for s in samples][-1]
+        found[rank] = [history.add((), s) for s in samples][-1]
     return {rank: said for rank, said in found.items() if said is not None}
 
 
 def test_a_process_compares_its_last_samples_with_the_median_of_its_earlier_ones():
     history = History()
-    assert [history.add(s) for s in (9.0, 1.0, 2.0, 2.0, 2.0, 4.0, 6.0)] == [None] * 7
-    assert history.add(8.0) == Pace(2.0, (2.0, 3.0, 4.0))
-    assert history.add(2.0) == Pace(2.0, (3.0, 4.0, 1.0))
+    assert [history.add((), s) for s in (9.0, 1.0, 2.0, 2.0, 2.0, 4.0, 6.0)] == [None] * 7
+    assert history.add((), 8.0) == Pace(2.0, (2.0, 3.0, 4.0))
+    assert history.add((), 2.0) == Pace(2.0, (3.0, 4.0, 1.0))
     for _ in range(1000):
-        history.add(3.0)
-    assert history.add(3.0) == Pace(3.0, (1.0, 1.0, 1.0))  # what was long ago does not count
+        history.add((), 3.0)
+    assert history.add((), 3.0) == Pace(3.0, (1.0, 1.0, 1.0))  # what was long ago does not count
+
+
+def test_samples_of_different_work_are_compared_with_earlier_ones_of_as_much():
+    history = History()
+    for _ in range(5):
+        for work, seconds in enumerate((1.0, 4.0)):
+            history.add(work, seconds)
+    assert [history.add(work, 8.0) for work in (0, 0)] == [None] * 2
+    assert history.add(1, 8.0) == Pace(4.0, (8.0, 8.0, 2.0))
+    assert [history.add(work, 1.0) for work in (2, 0, 0)] == [None] * 3  # there are no earlier ones like one of them
+    assert history.add(0, 1.0) == Pace(1.0, (1.0, 1.0, 1.0))
 
 
 FAST, SLOW = [0.3] * 8, [0.3] * 5 + [1.2] * 3
