@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs.parts import WIDTH, residual, squared_error, stages_params
+from programs.parts import WIDTH, normal, residual, squared_error, stages_params
 from programs.pipelines import in_turns
 from programs.program import assert_same, host
 
@@ -38,7 +38,7 @@ def _shapes(sharding=None):
 
 
 def _batch(seed=1):
-    x, y = (jax.random.normal(k, (4, ROWS, WIDTH)) for k in jax.random.split(jax.random.key(seed)))
+    x, y = (normal(k, 4, ROWS, WIDTH) for k in jax.random.split(jax.random.key(seed)))
     return {"x": x, "y": y}
 
 

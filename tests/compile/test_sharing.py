@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from programs import BY_NAME
+from programs.parts import normal
 from programs.pipelines import in_turns, make_mesh, pipeline
 from programs.program import assert_same, host
 from samples import slow_first
@@ -319,8 +320,8 @@ def test_stages_of_two_and_of_three_layers_share_one(caplog, axis_type, num_devi
         value, grads = mpmd.treduce(gradients, batch, schedule=scheduler.OneFOneB(2))
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
-    params = {"layers": [0.1 * jax.random.normal(jax.random.key(i), (8, 8)) for i in range(5)], "bias": jnp.ones(8)}
-    batch = jax.random.normal(jax.random.key(5), (3, 4, 8)), jax.random.split(jax.random.key(6), 3)
+    params = {"layers": [0.1 * normal(jax.random.key(i), 8, 8) for i in range(5)], "bias": jnp.ones(8)}
+    batch = normal(jax.random.key(5), 3, 4, 8), jax.random.split(jax.random.key(6), 3)
     expected = jax.jit(step)(jax.jit(step)(params, batch)[0], batch)
     mesh = jax.make_mesh((2, num_devices), ("stage", "data"), (axis_type, axis_type))
     jitted = mpmd.jit(step, mpmd_mesh=mpmd.MpmdMesh(mesh, "stage"), donate_argnums=0)
@@ -390,8 +391,8 @@ def _rates(mark, ws, x, key):
     ),
 )
 def test_layers_that_differ_in_constants_alone_are_one_program(caplog, monkeypatch, model, axis_type):
-    ws = [0.1 * jax.random.normal(jax.random.key(i), (8, 8)) for i in range(4)]
-    batch = jax.random.normal(jax.random.key(5), (3, 4, 8)), jax.random.split(jax.random.key(6), 3)
+    ws = [0.1 * normal(jax.random.key(i), 8, 8) for i in range(4)]
+    batch = normal(jax.random.key(5), 3, 4, 8), jax.random.split(jax.random.key(6), 3)
 
     def step(ws, batch):
         def loss(ws, microbatch):
@@ -597,11 +598,11 @@ def test_groups_with_more_leaves_run_the_update_of_the_others(caplog, axis_type)
 
     keys = jax.random.split(jax.random.key(0), 5)
     params = {
-        "first": jax.random.normal(keys[0], (5, 8)),
-        "layers": [0.3 * jax.random.normal(k, (8, 8)) for k in keys[1:4]],
-        "last": jax.random.normal(keys[4], (8, 3)),
+        "first": normal(keys[0], 5, 8),
+        "layers": [0.3 * normal(k, 8, 8) for k in keys[1:4]],
+        "last": normal(keys[4], 8, 3),
     }
-    state, xs = (params, jax.tree.map(jnp.zeros_like, params)), jax.random.normal(keys[0], (3, 4, 5))
+    state, xs = (params, jax.tree.map(jnp.zeros_like, params)), normal(keys[0], 3, 4, 5)
     expected = jax.jit(step)(jax.jit(step)(state, xs)[0], xs)
     mesh = mpmd.MpmdMesh(make_mesh(4, axis_type), "stage")
     jitted = mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0)

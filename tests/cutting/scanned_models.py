@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from programs.parts import normal
 
 import mpmd
 
@@ -15,14 +16,14 @@ def scanned_params(key, num_layers):
     k = jax.random.split(key, 4)
     scale = WIDTH**-0.5
     return {
-        "embedding": jax.random.normal(k[0], (TOKENS, WIDTH)) * scale,
+        "embedding": normal(k[0], TOKENS, WIDTH) * scale,
         "layers": {
-            "up": jax.random.normal(k[1], (num_layers, WIDTH, 4 * WIDTH)) * scale,
-            "down": jax.random.normal(k[2], (num_layers, 4 * WIDTH, WIDTH)) * scale / 2,
+            "up": normal(k[1], num_layers, WIDTH, 4 * WIDTH) * scale,
+            "down": normal(k[2], num_layers, 4 * WIDTH, WIDTH) * scale / 2,
             "norm": jnp.ones((num_layers, WIDTH)),
         },
         "shared": jnp.full((4 * WIDTH,), 0.1),
-        "head": jax.random.normal(k[3], (WIDTH, TOKENS)) * scale,
+        "head": normal(k[3], WIDTH, TOKENS) * scale,
     }
 
 

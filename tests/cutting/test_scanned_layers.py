@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from programs.parts import normal
 from scanned_models import WIDTH, batches, scanned_loss, scanned_params
 
 import mpmd
@@ -153,8 +154,8 @@ def test_muon_of_stacked_experts_stays_in_each_group():
     matrices = {name: optax.contrib.MuonDimensionNumbers(2, 3) for name in ("up", "down")}
     optimizer = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=matrices)
     keys = dict(zip(matrices, jax.random.split(jax.random.key(0)), strict=True))
-    params = {name: jax.random.normal(key, (4, 3, 8, 8)) / 8 for name, key in keys.items()}
-    state, batch = (params, optimizer.init(params)), jax.random.normal(jax.random.key(1), (4, 2, 8))
+    params = {name: normal(key, 4, 3, 8, 8) / 8 for name, key in keys.items()}
+    state, batch = (params, optimizer.init(params)), normal(jax.random.key(1), 4, 2, 8)
 
     def step(state, batch, schedule):
         params, moments = state

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
+from programs.parts import normal
 from samples import slow_first
 
 import mpmd
@@ -44,8 +45,8 @@ def test_rows_that_a_loop_slices_are_in_the_group_that_reads_them(axis_type):
     mesh = mpmd.MpmdMesh(jax.make_mesh((3,), ("stage",), (axis_type,), devices=jax.devices()[:3]), "stage")
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
-        "up": jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH)) * 0.3,
-        "down": jax.random.normal(keys[1], (LAYERS, WIDTH, WIDTH)) * 0.3,
+        "up": normal(keys[0], LAYERS, WIDTH, WIDTH) * 0.3,
+        "down": normal(keys[1], LAYERS, WIDTH, WIDTH) * 0.3,
         "shift": jnp.zeros((LAYERS, WIDTH)),
         "shared": jnp.zeros((2, WIDTH)),
     }
@@ -146,7 +147,7 @@ def test_rows_of_what_is_made_of_whole_stacks_are_made_where_they_are_read(
         "z": (4, 3), "make": (3, WIDTH * WIDTH),
     }  # fmt: skip
     key = jax.random.key(0)
-    params = {n: jax.random.normal(jax.random.fold_in(key, i), s) * 0.3 for i, (n, s) in enumerate(shapes.items())}
+    params = {n: normal(jax.random.fold_in(key, i), *s) * 0.3 for i, (n, s) in enumerate(shapes.items())}
     params["scale"] = jnp.float32(0.7)
 
     def model(params, x):
@@ -161,7 +162,7 @@ def test_rows_of_what_is_made_of_whole_stacks_are_made_where_they_are_read(
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
     plain, pipelined = jax.jit(step), mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0)
-    xs = jax.random.normal(key, (4, 2, WIDTH))
+    xs = normal(key, 4, 2, WIDTH)
     expected, found = params, jax.tree.map(jnp.copy, params)
     once, each = sends(pipelined.lower(found, xs).compile())
     activations = 6 * 2 * WIDTH * 4
@@ -189,8 +190,8 @@ def test_a_momentum_is_with_its_parameter_whose_gradient_is_rows_that_the_next_s
         return step
 
     mesh = mpmd.MpmdMesh(jax.make_mesh((schedule.num_groups,), ("stage",)), "stage")
-    ws = [jax.random.normal(jax.random.key(i), (32, 64)) for i in range(schedule.num_stages)]
-    state, xs = {"m": [jnp.ones_like(w) for w in ws], "w": ws}, jax.random.normal(jax.random.key(9), (4, 1, 64))
+    ws = [normal(jax.random.key(i), 32, 64) for i in range(schedule.num_stages)]
+    state, xs = {"m": [jnp.ones_like(w) for w in ws], "w": ws}, normal(jax.random.key(9), 4, 1, 64)
     step = mpmd.jit(make_step(functools.partial(mpmd.treduce, schedule=schedule)), mpmd_mesh=mesh)
     where = step.lower(state, xs).compile().input_shardings[0][0]
     assert [x.groups for x in where["m"]] == [x.groups for x in where["w"]]

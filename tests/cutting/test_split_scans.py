@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from programs.parts import normal
 
 import mpmd
 from mpmd import _jax_compat as compat
@@ -33,7 +34,7 @@ def _loss(w, bias, x, keys, *, checkpointed, reverse):
 
 def _arguments():
     keys = jax.random.split(jax.random.key(3), LAYERS)
-    return jax.random.normal(jax.random.key(0), (LAYERS, 3, 3)), jnp.arange(3.0) / 3, jnp.ones((2, 3)), keys
+    return normal(jax.random.key(0), LAYERS, 3, 3), jnp.arange(3.0) / 3, jnp.ones((2, 3)), keys
 
 
 def _flow(closed):
@@ -125,7 +126,7 @@ def test_a_scan_keeps_no_value_that_its_backward_can_make_of_others():
 
         return jnp.sum(lax.scan(layer, x, (w, jax.random.split(key, LAYERS)))[0] ** 2)
 
-    args = jax.random.normal(jax.random.key(0), (LAYERS, 64, 64)), jnp.ones((8, 64)), jax.random.key(1)
+    args = normal(jax.random.key(0), LAYERS, 64, 64), jnp.ones((8, 64)), jax.random.key(1)
     whole = jax.make_jaxpr(jax.value_and_grad(loss))(*args)
     less = keep_less(whole)
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from programs.parts import normal
 
 from mpmd import _jax_compat as compat
 from mpmd.graphs import equations
@@ -20,7 +21,7 @@ def _layer(w, x):
 
 def _weights(*stack):
     keys = jax.random.split(jax.random.key(0), 2)
-    return {n: jax.random.normal(k, (*stack, WIDTH, WIDTH)) for n, k in zip(("in", "out"), keys, strict=True)}
+    return {n: normal(k, *stack, WIDTH, WIDTH) for n, k in zip(("in", "out"), keys, strict=True)}
 
 
 def _scanned(layer):
@@ -105,7 +106,7 @@ def _divide(closed):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in _CASES])
 def test_both_halves_of_a_backward_give_what_it_gives_and_do_no_matrix_product_twice(name):
     fun, stack = _CASES[name]
-    args = _weights(*stack), jax.random.normal(jax.random.key(1), (4, WIDTH))
+    args = _weights(*stack), normal(jax.random.key(1), 4, WIDTH)
     closed = _backward(fun, *args)
     first, rest, pairs = _divide(closed)
     assert pairs and all(isinstance(p, Halves) for p in pairs)
@@ -130,7 +131,7 @@ _AGAIN = ("checkpoint", "scan of checkpoints", "checkpoint of a scan", "scan of 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in _AGAIN])
 def test_what_is_computed_again_needs_no_gradient_and_is_divided_with_the_same_numbers(name):
     fun, stack = _CASES[name]
-    args = _weights(*stack), jax.random.normal(jax.random.key(1), (4, WIDTH))
+    args = _weights(*stack), normal(jax.random.key(1), 4, WIDTH)
     leaves, tree = jax.tree.flatten(args)
     closed = jax.make_jaxpr(lambda ct, *xs: jax.vjp(fun, *jax.tree.unflatten(tree, xs))[1](ct))(args[1], *leaves)
     closed = compat.ClosedJaxpr(inline(closed.jaxpr), closed.consts)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs.parts import normal
 
 import mpmd
 
@@ -37,7 +38,7 @@ def all_at_once(q, k, v, window=0, segments=None, cap=None):
 def arrays(length):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(ROWS, length, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return [normal(key, *shape) for key, shape in zip(keys, shapes, strict=True)]
 
 
 def documents(length):
@@ -101,8 +102,8 @@ def test_stages_of_a_pipeline_give_the_losses_and_gradients_of_one_program():
         jax.make_mesh((2, 1), ("stage", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2), "stage"
     )
     keys = jax.random.split(jax.random.key(1), 2)
-    weights = [jax.random.normal(key, (SIZE, HEADS + 2 * KV_HEADS, SIZE)) * SIZE**-0.5 for key in keys]
-    xs = jax.random.normal(jax.random.key(2), (2, ROWS, LONG, SIZE))
+    weights = [normal(key, SIZE, HEADS + 2 * KV_HEADS, SIZE) * SIZE**-0.5 for key in keys]
+    xs = normal(jax.random.key(2), 2, ROWS, LONG, SIZE)
     segments = jnp.stack([documents(LONG)] * 2)
 
     def layer(w, x, segments, window):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from programs.parts import normal
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from llama.attention import attend
@@ -34,7 +35,7 @@ def test_the_values_and_gradients_are_those_of_one_device(monkeypatch, parts, wi
     monkeypatch.setattr("llama.context.CHUNK", 4)
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    *operands, weights = (jax.random.normal(k, (ROWS, LENGTH, n, SIZE)) for k, n in zip(keys, heads, strict=True))
+    *operands, weights = (normal(k, ROWS, LENGTH, n, SIZE) for k, n in zip(keys, heads, strict=True))
     documents = jnp.array(np.sort(np.random.default_rng(0).integers(0, 5, (ROWS, LENGTH)), axis=1)) if packed else None
 
     def of(function, order):

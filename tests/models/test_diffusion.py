@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType
 from plain_and_pipelined import stage_mesh, train_both
+from programs.parts import normal
 
 import mpmd
 
@@ -95,7 +96,7 @@ def test_the_blocks_own_projections_of_the_condition_are_in_the_blocks_stages():
         return {"params": params, "opt": opt, "average": average, "key": key}, {"loss": value}
 
     def batch(key):
-        images = jax.random.normal(key, (NUM_MICROBATCHES, BATCH, SIZE, SIZE, 3))
+        images = normal(key, NUM_MICROBATCHES, BATCH, SIZE, SIZE, 3)
         return images, jax.random.randint(key, (NUM_MICROBATCHES, BATCH), 0, CLASSES)
 
     state = {"params": params, "opt": jax.jit(optimizer.init)(params), "average": params, "key": jax.random.key(2)}

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from plain_and_pipelined import stage_mesh, train_both
+from programs.parts import normal
 
 import mpmd
 
@@ -48,10 +49,10 @@ def _params():
     def one(key):
         r, g, u, d = jax.random.split(key, 4)
         return {
-            "router": jax.random.normal(r, (WIDTH, EXPERTS)) / WIDTH**0.5,
-            "gate": jax.random.normal(g, (EXPERTS, WIDTH, HIDDEN)) / WIDTH**0.5,
-            "up": jax.random.normal(u, (EXPERTS, WIDTH, HIDDEN)) / WIDTH**0.5,
-            "down": jax.random.normal(d, (EXPERTS, HIDDEN, WIDTH)) / HIDDEN**0.5,
+            "router": normal(r, WIDTH, EXPERTS) / WIDTH**0.5,
+            "gate": normal(g, EXPERTS, WIDTH, HIDDEN) / WIDTH**0.5,
+            "up": normal(u, EXPERTS, WIDTH, HIDDEN) / WIDTH**0.5,
+            "down": normal(d, EXPERTS, HIDDEN, WIDTH) / HIDDEN**0.5,
         }
 
     return {f"layer{i}": one(k) for i, k in enumerate(jax.random.split(jax.random.key(0), NUM_LAYERS))}
@@ -96,7 +97,7 @@ def test_experts_are_sharded_inside_of_their_stages(axes):
     state = params, jax.jit(optimizer.init)(params)
     specs = jax.tree.map_with_path(spec, state)
     shapes = (2, NUM_MICROBATCHES, ROWS, WIDTH)
-    batches = [tuple(jax.random.normal(k, shapes)) for k in jax.random.split(jax.random.key(1), 3)]
+    batches = [tuple(normal(k, *shapes)) for k in jax.random.split(jax.random.key(1), 3)]
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), (specs, P()))
     plain_shardings = jax.tree.map(lambda s: NamedSharding(alone, s), (specs, P()))
     train_both(

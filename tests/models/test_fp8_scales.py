@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs.parts import normal
 
 import mpmd
 
@@ -18,7 +19,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp, f
 def test_scales_of_the_type_that_is_combined_by_maximum_are_as_under_jit(tmp_path):
     layer = nn.Dense(16, dot_general_cls=functools.partial(Fp8DirectDotGeneralOp, amax_history_length=8))
     params = [layer.init(jax.random.key(i), jnp.ones((4, 16))) for i in range(2)]
-    xs = jax.random.normal(jax.random.key(3), (4, 4, 16))
+    xs = normal(jax.random.key(3), 4, 4, 16)
 
     def scales_as(dtype, leaves):
         convert = functools.partial(jax.lax.convert_element_type, new_dtype=dtype)

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs.parts import normal
 
 import mpmd
 import reshard
@@ -182,8 +183,8 @@ def test_an_exchange_gives_what_all_experts_on_all_rows_give(example, monkeypatc
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
     keys = jax.random.split(jax.random.key(experts), 5)
     shapes = {"gate": (experts, 8, 16), "up": (experts, 8, 16), "down": (experts, 16, 8)}
-    params = {n: jax.random.normal(key, s) / 3 for key, (n, s) in zip(keys, shapes.items(), strict=False)}
-    x, router = jax.random.normal(keys[3], (8, 5, 8)), jax.random.normal(keys[4], (8, experts))
+    params = {n: normal(key, *s) / 3 for key, (n, s) in zip(keys, shapes.items(), strict=False)}
+    x, router = normal(keys[3], 8, 5, 8), normal(keys[4], 8, experts)
 
     def loss(params, x, run):
         routing = example.router.route(router, x, k)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from optax import contrib
 from plain_and_pipelined import stage_mesh, train_both
+from programs.parts import normal
 
 import mpmd
 
@@ -79,8 +80,7 @@ def _labels(tree):
 def _params():
     keys = jax.random.split(jax.random.key(0), NUM_STAGES)
     return {
-        f"layer{i}": {"w": jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5, "b": jnp.full(WIDTH, 0.1)}
-        for i, k in enumerate(keys)
+        f"layer{i}": {"w": normal(k, WIDTH, WIDTH) / WIDTH**0.5, "b": jnp.full(WIDTH, 0.1)} for i, k in enumerate(keys)
     }
 
 
@@ -116,7 +116,5 @@ def test_an_optimizer_updates_each_stage_where_it_lives(name):
         updates, opt = optimizer.update(grads, opt, params, value=loss, grad=grads)
         return (optax.apply_updates(params, updates), opt), {"loss": loss, "norm": optax.tree.norm(grads)}
 
-    batches = [
-        tuple(jax.random.normal(k, (2, NUM_MICROBATCHES, ROWS, WIDTH))) for k in jax.random.split(jax.random.key(1), 3)
-    ]
+    batches = [tuple(normal(k, 2, NUM_MICROBATCHES, ROWS, WIDTH)) for k in jax.random.split(jax.random.key(1), 3)]
     train_both(step, (params, jax.jit(optimizer.init)(params)), batches, stage_mesh(NUM_STAGES), home=_home)

@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax.training import train_state
 from jax.sharding import AxisType
 from plain_and_pipelined import stage_mesh, train_both
+from programs.parts import normal
 
 import mpmd
 
@@ -66,12 +67,12 @@ def _home(path):
 def _batch(key):
     names = ("reward", "value", "log_probability")
     keys = dict(zip((*names, "observation", "action", "done", "last", "order"), jax.random.split(key, 8), strict=True))
-    rollout = {name: jax.random.normal(keys[name], (STEPS, ENVS)) for name in names}
+    rollout = {name: normal(keys[name], STEPS, ENVS) for name in names}
     rollout["log_probability"] = -jnp.abs(rollout["log_probability"])
     rollout["done"] = jax.random.bernoulli(keys["done"], 0.2, (STEPS, ENVS)).astype(jnp.float32)
-    rollout["observation"] = jax.random.normal(keys["observation"], (STEPS, ENVS, OBSERVED))
+    rollout["observation"] = normal(keys["observation"], STEPS, ENVS, OBSERVED)
     rollout["action"] = jax.random.randint(keys["action"], (STEPS, ENVS), 0, ACTIONS)
-    return rollout, jax.random.normal(keys["last"], (ENVS,)), keys["order"]
+    return rollout, normal(keys["last"], ENVS), keys["order"]
 
 
 def _train(step, state, axes=AxisType.Explicit):

@@ -13,6 +13,7 @@ from flax import nnx
 from flax.training import train_state
 from jax.sharding import AxisType
 from plain_and_pipelined import stage_mesh, train_both
+from programs.parts import normal
 
 import mpmd
 
@@ -23,7 +24,7 @@ FILTERS = (8, 8, 16, 16)
 def _images(key):
     x, y = jax.random.split(key)
     return {
-        "image": jax.random.normal(x, (NUM_MICROBATCHES, BATCH, SIZE, SIZE, 3)),
+        "image": normal(x, NUM_MICROBATCHES, BATCH, SIZE, SIZE, 3),
         "label": jax.random.randint(y, (NUM_MICROBATCHES, BATCH), 0, CLASSES),
     }
 

@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import linen as nn
 from plain_and_pipelined import stage_mesh, train_both
+from programs.parts import normal
 
 import mpmd
 
@@ -122,7 +123,7 @@ def test_s5_with_its_own_learning_rates():
         return (optax.apply_updates(params, updates), stats, opt, key), (value, accuracy)
 
     def batch(key):
-        x = jax.random.normal(key, (NUM_MICROBATCHES, BATCH, LENGTH, 2))
+        x = normal(key, NUM_MICROBATCHES, BATCH, LENGTH, 2)
         return x, jax.random.randint(key, (NUM_MICROBATCHES, BATCH), 0, 3)
 
     state = params, stats, jax.jit(optimizer.init)(params), jax.random.key(2)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs.parts import normal
 
 import mpmd
 
@@ -71,8 +72,8 @@ def two_loops(ws, xs):
 
 @pytest.fixture(scope="module")
 def arguments():
-    ws = list(2 * jax.random.normal(jax.random.key(0), (2, W, W)))
-    return ws, jax.random.normal(jax.random.key(1), (MICROBATCHES, EXAMPLES, W))
+    ws = list(2 * normal(jax.random.key(0), 2, W, W))
+    return ws, normal(jax.random.key(1), MICROBATCHES, EXAMPLES, W)
 
 
 def compiled(step, arguments):

@@ -18,7 +18,7 @@ VOCABULARY = 11
 LENGTH = 5
 
 
-_MANY = 4096
+_MANY = 1 << 16
 
 
 def normal(key, *shape, scale=1.0):
