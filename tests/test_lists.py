@@ -428,6 +428,7 @@ def test_what_follows_from_the_length_alone_is_computed_for_each_shape():
     assert sum(tokens_of(Roles(one._outline)) for one in lowered._of_microbatches()) == 2 * (3 * 16 + 8 + 4 * 4)
 
 
+@pytest.mark.slow
 def test_figures_of_a_step_count_each_microbatch_by_its_shape():
     step, machine = Step(2, "1f1b", mpmd.Mean), Machine(Target.named("h100"))
     jitted = mpmd.jit(step, mpmd_mesh=groups(2))

@@ -94,6 +94,7 @@ def test_one_stack_is_cut_and_stacked_into_another_order_of_nodes(tmp_path):
     assert_same(restore(inner), {"layers": [{"w": tree["layers"]["w"][:, j]} for j in range(3)]})
 
 
+@pytest.mark.slow
 def test_floating_point_arrays_are_cast_and_numbers_counters_and_keys_are_not(tmp_path):
     state = state_of(stacked_params())
     source = save(tmp_path / "source", state)

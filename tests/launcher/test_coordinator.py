@@ -31,6 +31,7 @@ def test_it_serves_until_it_is_told_to_end(how):
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_refused_where_grpc_would_share_it():
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as another job's service does

@@ -520,6 +520,7 @@ def test_a_full_temporary_folder_is_one_clear_line():
     assert (status, job.err) == (69, "jax-mpmd: no space in /mnt\n")
 
 
+@pytest.mark.slow
 def test_restarts_end_when_the_job_fails_in_the_same_way_again_and_again():
     status, job = run("-n", 2, "--restarts", 9999, *shell("exit 6"))
     assert status == 6

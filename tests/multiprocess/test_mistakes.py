@@ -21,6 +21,7 @@ def test_processes_that_do_not_join_are_told_to():
         ) in rank.err
 
 
+@pytest.mark.slow
 def test_what_a_rank_starts_does_not_join_in_its_place():
     for number, rank in enumerate(ended("child")):
         assert rank.status == 0, rank.err

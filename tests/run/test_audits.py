@@ -138,6 +138,7 @@ def test_what_lies_in_the_memory_of_the_host_is_audited_too():
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state[1])} == {"pinned_host"}
 
 
+@pytest.mark.slow
 def test_threads_may_call_an_audited_step():
     params, step = params_of(2), step_with(scheduler.OneFOneB(2))
     mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")

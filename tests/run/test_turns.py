@@ -40,12 +40,10 @@ CALLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
-    [
-        scheduler.OneFOneB(2),
-        *(pytest.param(s, marks=pytest.mark.slow) for s in (scheduler.ZeroBubbleH1(2), scheduler.DualPipeV(2))),
-    ],
+    [scheduler.OneFOneB(2), scheduler.ZeroBubbleH1(2), scheduler.DualPipeV(2)],
     ids=lambda s: type(s).__name__,
 )
 def test_another_order_of_the_tasks_gives_the_bits_of_the_list(schedule):
