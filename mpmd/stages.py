@@ -180,7 +180,10 @@ class Traced:
         limit = memory_limit(mesh, machine_of(mesh)) if limit is None else limit
         if _recomputes_too_much_ahead(outline, mesh, ins, donated, limit):
             outline = outlined(ahead=False)
-        return Lowered(self, outline, split, mesh, ins, outs, donated)
+        return Lowered(
+            outline, split, mesh, self._name, ins, outs, donated, self._options, self._shapes, self._audit_every,
+            self._for_call,
+        )  # fmt: skip
 
     def __str__(self):
         return str(self._trace)
@@ -224,13 +227,17 @@ def _mover(
 class Lowered:
     """A step, cut into tasks and segments. `.as_text()` prints the partition."""
 
-    _traced: Traced
     _outline: Outline
     _split: SplitStep
     _mesh: MpmdMesh
+    _name: str
     _ins: Sequence[Hint]
     _outs: Sequence[Hint]
     _donated: frozenset[int]
+    _options: CompilerOptions
+    _shapes: "Shapes | None" = None
+    _audit_every: int = 0
+    _for_call: ForCall | None = None
 
     def as_text(self) -> str:
         """Each stage's tasks: their equations, what they read and write, and the bytes that cross."""
@@ -280,7 +287,7 @@ class Lowered:
 
     def _of_list(self, loop: Loop, machine: Machine) -> ListFigures | None:
         """Of a loop over a list."""
-        if loop.partition.info.path is None or self._traced._shapes is None:
+        if loop.partition.info.path is None or self._shapes is None:
             return None
         every = self._of_microbatches(loop)
         known = {step: step._figures(_same(loop, step), machine) for step in dict.fromkeys(every)}
@@ -296,9 +303,9 @@ class Lowered:
         """Of a loop over a list (the first one), the step for each of its microbatches; else the step alone."""
         loops = self._outline.loops if loop is None else [loop]
         path = next((one.partition.info.path for one in loops if one.partition.info.path), None)
-        if path is None or (shapes := self._traced._shapes) is None:
+        if path is None or self._shapes is None:
             return [self]
-        steps, numbers = shapes(path, self.cuts if len(self._outline.loops) == 1 else None)
+        steps, numbers = self._shapes(path, self.cuts if len(self._outline.loops) == 1 else None)
         return [steps[n]._lowered for n in numbers]
 
     @compat.api_boundary
@@ -343,23 +350,22 @@ class Lowered:
           others: a step that was compiled with the same options, whose programs are used too.
         """
         described = compat.described_options(self._mesh.groups[0].devices.flat[0])
-        traced = self._traced
-        options: dict[str | int, object] = {**described, **traced._options, **(compiler_options or {})}
-        check_options(options, traced._name, max((loop.schedule.num_stages for loop in self._outline.loops), default=0))
+        options: dict[str | int, object] = {**described, **self._options, **(compiler_options or {})}
+        check_options(options, self._name, max((loop.schedule.num_stages for loop in self._outline.loops), default=0))
         with joining.compiling():
             ins, outs = [h.layout for h in self._ins], [h.layout for h in self._outs]
             programs = compile_step(
-                self._outline, self._mesh, ins, outs, self._donated, traced._name, options, self._split.stacks,
+                self._outline, self._mesh, ins, outs, self._donated, self._name, options, self._split.stacks,
                 None if others is None else others._programs.compiler,
             )  # fmt: skip
             try:
                 if jax.process_index() == 0:
                     for text in self._warnings(programs):
-                        warnings.warn(f"{traced._name}: {text}", stacklevel=users_frame())
+                        warnings.warn(f"{self._name}: {text}", stacklevel=users_frame())
                 with without_collection():
                     program = step_program(self._outline, self._mesh.num_groups, programs.donated)
-                    made = kind(programs, program, self._donated, self._split, traced._audit_every)
-                    made._shares_on, made._for_call, made._mover_of = self._shares_on, traced._for_call, _mover
+                    made = kind(programs, program, self._donated, self._split, self._audit_every)
+                    made._shares_on, made._for_call, made._mover_of = self._shares_on, self._for_call, _mover
                     return made
             finally:
                 programs.compiler.close()
