@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.errors import JaxRuntimeError
 from jax.sharding import AxisType
 
 import mpmd
@@ -72,13 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             with _users_warnings(options.step):
                 answer = _planned(options) if options.command == "plan" else _tuned(options)
+        print(answer if isinstance(answer, str) or not options.json else answer.as_json())
     except (ValueError, ModuleNotFoundError, OSError) as e:
         print(f"python -m mpmd {options.command}: {e}", file=sys.stderr)
         return BAD_INPUT
     if isinstance(answer, str):
-        print(answer)
         return FITS
-    print(answer.as_json() if options.json else answer)
     fits = not answer.faults if isinstance(answer, Plan) else answer.fits
     return FITS if fits else DOES_NOT_FIT
 
@@ -235,7 +235,7 @@ def _tuned(options: argparse.Namespace) -> Tuning:
     def build(schedule: Any, num_microbatches: int) -> tuple[Any, tuple]:
         return _made(options.step, mesh, {"schedule": schedule, "num_microbatches": num_microbatches}, function)
 
-    with _users_errors(options.step, "tracing the step of", but=ValueError):
+    with _users_errors(options.step, "tracing the step of", but=(ValueError, AssertionError, JaxRuntimeError)):
         return tuned(build, names, counts, float(machine.usable_nbytes), machine)
 
 
@@ -313,7 +313,7 @@ def _check_takes(function: Callable, where: str, names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def _users_errors(where: str, doing: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+def _users_errors(where: str, doing: str, but: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Makes one line of an error in the user's file, with the line of that file; a `sys.exit` there is one too.
 
     Args:

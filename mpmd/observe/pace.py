@@ -19,7 +19,7 @@ from scheduler.base.bounded import BoundedDict
 VARIABLE = "MPMD_REPLACE_SLOW"
 EVERY = 4  # of the calls of a program in the loop, one in so many is measured
 _NUM_LAST, _LEAST_EARLIER, _MOST_EARLIER = 3, 5, 100
-_MOST_WORKS = 64  # of which samples are kept
+_MOST_WORKS = 1024  # with samples; four shapes in lists of 16 microbatches make 969
 
 
 class Pace(NamedTuple):

@@ -156,11 +156,12 @@ class MpmdLeaves(ArrayHandler):
             found = await super().deserialize([infos[i] for i in theirs], [args[i] for i in theirs])
             results = dict(zip(theirs, found, strict=True))
         if ours:
-            found = await self._read([infos[i] for i in ours], [args[i] for i in ours])
+            found = await self._read([infos[i] for i in ours], [args[i] for i in ours], infos)
             results |= zip(ours, found, strict=True)
         return [results[i] for i in range(len(args))]
 
-    async def _read(self, infos: Sequence[Any], args: Sequence[Any]) -> list[object]:
+    async def _read(self, infos: Sequence[Any], args: Sequence[Any], every: Sequence[Any]) -> list[object]:
+        """Reads some leaves; `every` leaf of the call is the same in all processes, which `infos` need not be."""
         info = infos[0]
         await asyncio.gather(*(info.await_path_creation() for info in infos))
         extras = await asyncio.to_thread(stored.extras, info.parent_dir)
@@ -179,7 +180,7 @@ class MpmdLeaves(ArrayHandler):
             for info, arg in zip(infos, args, strict=True)
         ]
         if (call := meetings.call) is not None:
-            number = await asyncio.to_thread(identity, here, [(info.name,) for info in infos])
+            number = await asyncio.to_thread(identity, here, [(info.name,) for info in every])
             call.about["the checkpoint"], call.place_read = f"as {number:08x}", str(info.parent_dir)
         return await read_requests(here, wanted, Reads(), getattr(info.byte_limiter, "max_bytes", None))
 

@@ -207,8 +207,9 @@ class LocalRequest:
             data = self._made[None] if self._made else np.zeros(self.shape, self.dtype)
             return data if self.key_dtype is None else keys.from_data(jax.numpy.asarray(data), self.key_dtype)
         made: dict[object, jax.Array] = {}
-        assert self.request.dtype is not None, "it is completed"
-        type_of_data = jax.dtypes.canonicalize_dtype(keys.data_dtype(self.request.dtype))
+        dtype = self.request.dtype if self.key_dtype is None else self.key_dtype
+        assert dtype is not None, "the request is completed"
+        type_of_data = jax.dtypes.canonicalize_dtype(keys.data_dtype(dtype))
         for array in self._arrays.values():
             if array not in made:
                 shards = [x for (where, _), x in self._made.items() if where == array]  # none where all are elsewhere

@@ -44,7 +44,7 @@ def run_on_clock(
     happened = array("d", [-1.0]) * (2 * size)
     starts: Times = tuple(array("d") for _ in orders)
     ends: Times = tuple(array("d") for _ in orders)
-    units, clock = [list(paired(order, second)) for order in orders], [0.0] * len(orders)
+    clock = [0.0] * len(orders)
 
     # What a large simulation spends its time in.
     def do(group: int, unit: tuple[Task, ...], happens: Callable[[int], None]) -> int | None:
@@ -77,6 +77,7 @@ def run_on_clock(
         return at if task.kind == "F" else -1 if task.kind in "WR" else size + at
 
     with without_collection():
+        units = [list(paired(order, second)) for order in orders]
         position = run_until_blocked(units, do)
     if blocked(position, units):
         raise ScheduleError(f"simulate: the orders deadlock: {_stuck(units, reads, len(placement))}.")

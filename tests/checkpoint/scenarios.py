@@ -61,14 +61,17 @@ def restore(path: str, groups: int, seed: int = 0, data: str | None = "data", sc
         for shard in array.addressable_shards
     }
     found = {"shards": sum(jax.tree.leaves(shards)), "read": bytes_read() - before, "held": sum(held.values())}
-    on_one = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # of which the other processes get no shard
+    # On single devices, of which the other processes get no shard; a leaf for each device.
+    on_one = [jax.sharding.SingleDeviceSharding(d) for d in jax.devices()]
+    numbered = jax.tree.unflatten(jax.tree.structure(values), range(len(jax.tree.leaves(values))))
+    places = jax.tree.map(lambda n: on_one[n % len(on_one)], numbered)
     if v1:
-        tree = new.load(path, reshard.checkpoint.abstract(values, on_one))
+        tree = new.load(path, reshard.checkpoint.abstract(values, places))
     else:
-        tree = reshard.checkpoint.restore(path, values, on_one)
-    for array, value in zip(jax.tree.leaves(tree), jax.tree.leaves(values), strict=True):
-        assert (array.shape, array.dtype, array.sharding) == (value.shape, value.dtype, on_one)
-        if jax.process_index() == 0:
+        tree = reshard.checkpoint.restore(path, values, places)
+    for array, value, place in zip(*map(jax.tree.leaves, (tree, values, places)), strict=True):
+        assert (array.shape, array.dtype, array.sharding) == (value.shape, value.dtype, place)
+        if place.is_fully_addressable:
             np.testing.assert_array_equal(array, value)
     return found
 
