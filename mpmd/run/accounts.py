@@ -1,9 +1,9 @@
-"""Tells the ledger of each call of a program: when it began, what says that it is done, and how its seconds divide.
+"""Reports each call of a program to the ledger: when it began, how to tell that it is done, how its seconds divide.
 
-One call in `_EVERY` or more is measured, program by program; its shares divide the seconds of the calls after it. More
-are where slow processes are replaced, which are found by what their devices compute. All of that is this process's own,
-and no clock is compared with another one. So of a value of another process it is known how long it was waited for, but
-not how much of that it was on its way: such waits are all bubble.
+Each program measures at most one call in `_EVERY`; the shares of that call divide the seconds of the calls after it.
+A job that replaces slow processes measures more calls, since it finds these processes by the time their devices
+compute. A process measures only itself and compares no clocks. For a value from another process, it knows how long it
+waited but not how long the transfer took, so the whole wait counts as bubble.
 """
 
 import contextlib
@@ -27,22 +27,22 @@ from mpmd.run.slots import SlotValues
 from mpmd.run.timing import Recorder, lanes_of
 
 _FIRST = 1, 10  # the first call is not like the others
-_EVERY, _PAUSE_S = 100, 5.0  # so many calls, and so long, from one that is measured to the next
+_EVERY, _PAUSE_S = 100, 5.0  # the least number of calls, and of seconds, from one measured call to the next
 
-# What makes of the instructions of a call those that are walked.
+# Turns the instructions of a call into the instructions that the executor walks.
 Measured = Callable[[Sequence[tuple]], Sequence[tuple]]
 
 
 class Accounts:
-    """What the ledger hears of one program.
+    """The reports of one program to the ledger.
 
     Args:
-      bindings: what this process runs.
+      bindings: the instructions of this process.
       groups: the meshes of all groups.
-      activity: hears of the pace of this process, where it has to; None where a process computes with others.
+      activity: receives the pace of this process if it asks for it; None where several processes compute together.
 
     Attributes:
-      recorder: measures the call that is under way, if it is measured.
+      recorder: measures the current call; None if the call is not measured.
     """
 
     def __init__(self, of: Ledger, bindings: Bindings, groups: Sequence[Mesh], activity: Activity | None = None):
@@ -54,17 +54,17 @@ class Accounts:
         self._devices = {d for mesh in groups for d in mesh.devices.flat if d.process_index == here}
         self._shares: dict[str, float] = {}
         self._num_calls = 0
-        self._measured_at = 0, 0.0  # the last one: the number of the call, and the time
+        self._measured_at = 0, 0.0  # number and time of the last measured call
         self.recorder: Recorder | None = None
 
     @contextlib.contextmanager
     def call(self, bindings: Bindings, slots: SlotValues, work: Hashable) -> Iterator[Measured]:
-        """Around a call.
+        """Accounts for one call, which runs inside this context.
 
         Args:
-          bindings: those of this call.
-          slots: what it reads and writes.
-          work: what it has in common with calls that compute as much, in whatever order.
+          bindings: the bindings of this call.
+          slots: the slots that it reads and writes.
+          work: a key of its work; calls with equal keys compute equally much, in any order.
         """
         begin, count = self._ledger.begin_call(), self._num_calls
         self._num_calls += 1
@@ -86,19 +86,19 @@ class Accounts:
             waits += [after(next(iter(compat.shards(slots[slot]).values()))) for slot in self._ends]
             if not count:
                 self._recorder_of(bindings).warm_up()
-        except Exception:  # a program has failed already: whoever reads its result gets the error
+        except Exception:  # a program has failed: reading its result raises the error
             part = ledger.LOST
         add = functools.partial(self._history.add, work) if has_pace else None
         divide = None if recorder is None else functools.partial(self._divided, recorder, add)
         self._ledger.end_call(begin, waits, self._shares, part=part, divide=divide)
 
     def _recorder_of(self, bindings: Bindings) -> Recorder:
-        """Keeps no result of a program alive: memory that is given back late could be missing elsewhere."""
+        """Returns a recorder that keeps no program result alive: memory freed late could be missing elsewhere."""
         made = {slot for b in bindings.instructions if b.code == RUN for slot in b.writes}
         return Recorder(bindings.instructions, self._groups, jax.process_index(), made | self._outputs)
 
     def _has_room(self, bindings: Bindings) -> bool:
-        """Whether devices have had room for all values that come in a step: measuring keeps each until it is there."""
+        """Whether devices have had room for all values that a step receives: measuring keeps each until it arrives."""
         moves = (b.crossing for b in bindings.instructions if b.code in (MOVE, RECV))
         nbytes = sum(crossing.nbytes for crossing in moves if crossing is not None)
         found = [stats for d in self._devices if (stats := d.memory_stats())]
@@ -109,7 +109,7 @@ class Accounts:
     def _divided(
         self, recorder: Recorder, add: Callable[[float], pace.Pace | None] | None, begin: float, end: float
     ) -> dict[str, float]:
-        """Seconds by part, of a call from `begin` to `end`; waits until all that was measured is done."""
+        """Returns the seconds of each part of a call from `begin` to `end`. Waits until the measured work is done."""
         recorder.join()
         found = seconds_by_part(recorder.rows(0), recorder.lanes, begin, end)
         if add is not None and self._activity is not None:
@@ -129,7 +129,7 @@ class Accounts:
 
 
 def _last_results(bindings: Bindings, outputs: set[int], lanes: Sequence[int]) -> list[int]:
-    """Per set of devices, the slot of the result that its last program makes: when it is there, a call is done."""
+    """Returns, per set of devices, the slot of a result of its last program: a call is done when these are ready."""
     last: dict[int, int] = {}
     for b in bindings.instructions:
         if b.code == RUN:
@@ -138,15 +138,15 @@ def _last_results(bindings: Bindings, outputs: set[int], lanes: Sequence[int]) -
 
 
 def seconds_by_part(rows: RecordedTimes, lanes: Sequence[int], begin: float, end: float) -> dict[str, float]:
-    """How the devices of a process spent the time of a call, all of them together.
+    """Divides the time of a call among the parts, summed over the devices of a process.
 
     Args:
-      rows: what ran.
-      lanes: per group, the number that groups share which cannot work at a time.
-      begin, end: of the call, in seconds.
+      rows: the recorded times.
+      lanes: per group, its lane; groups that share devices, and so take turns, have the same lane.
+      begin, end: times of the call, in seconds.
 
     Returns:
-      Seconds by part; their sum is `end - begin` for each lane that something ran on.
+      Seconds by part; each lane that ran something contributes `end - begin` in total.
     """
     offered = {m.way: m.start for m in rows.moves}
     here = {r.group for r in rows.runs}

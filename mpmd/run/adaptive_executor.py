@@ -1,8 +1,8 @@
-"""Runs a step whose groups may do another ready task than the planned next one (`scheduler.Adaptive`).
+"""Runs a step in which groups may run another ready task than the planned next one (`scheduler.Adaptive`).
 
-What may be done out of turn, and why that is right, is in `scheduler/programs/ahead.py`; here an event is an
-instruction of this process. Since a device does what it is given in order, a group is given its next task only when
-what that reads from other groups has arrived. So the host goes along with the step, and sleeps while devices work.
+`scheduler/programs/ahead.py` says which tasks may run out of turn, and why that is right; here an event is an
+instruction of this process. Since a device runs its queue in order, a group is given its next task only when the
+task's inputs from other groups have arrived. So the host keeps pace with the step, and sleeps while devices work.
 """
 
 import functools
@@ -25,7 +25,7 @@ from scheduler.programs.ahead import EventPlan, PlannedEvent, PlanProgress
 from scheduler.programs.jitter import kinds_ahead
 
 _PAUSE_S = 1e-4
-# Where tasks are shorter, the time that the host takes to choose is more than it can gain. Seen in so many steps.
+# Where tasks are shorter in so many steps, the host takes longer to choose than it can gain.
 _SHORT_S, _NUM_SHORT = 1e-3, 5
 
 
@@ -37,7 +37,7 @@ def is_adaptive(loop: LoopProgram) -> bool:
 class AdaptiveExecutor(Executor):
     """Runs this process's part of a checked program, and departs from its order where that is allowed and worth it."""
 
-    _is_free = False  # in the current step, to depart from the plan
+    _is_free = False  # whether the current step may depart from the plan
     _begun_last = 0
     _num_short = 0
 
@@ -48,7 +48,7 @@ class AdaptiveExecutor(Executor):
 
     @property
     def notes(self) -> list[str]:
-        """What `explain()` says of how it runs."""
+        """Lines of `explain()` about the way it runs."""
         if self._planned_because:
             return [f"adaptive: each group keeps its planned order, because {self._planned_because}"]
         kinds = ", ".join(self._kinds)
@@ -56,7 +56,7 @@ class AdaptiveExecutor(Executor):
 
     @functools.cached_property
     def _planned_because(self) -> str:
-        """Why all is done in the planned order; empty if it need not be."""
+        """The reason to keep the planned order; empty if there is none."""
         mesh = self._programs.mesh
         if mesh.groups_share_devices:
             return "groups share devices, which are busy anyway"
@@ -72,12 +72,12 @@ class AdaptiveExecutor(Executor):
 
     @property
     def _is_in_order(self) -> bool:
-        """Whether all is done in the planned order."""
+        """Whether the planned order is kept."""
         return bool(self._planned_because)
 
     def _look_at(self, seconds: float) -> None:
-        """A step has taken so long: short tasks are left in their order from now on, unless the user has said which
-        kinds run ahead.
+        """Looks at the seconds that a step took. Short tasks keep their order from now on, unless the user has chosen
+        the kinds that run ahead.
         """
         tasks = max(sum(self._events.events[k].may_move for k in own) for own in self._events.lists)
         self._num_short = self._num_short + 1 if seconds < _SHORT_S * tasks else 0
@@ -87,7 +87,7 @@ class AdaptiveExecutor(Executor):
 
     @property
     def _loops(self) -> list[LoopProgram]:
-        """Those whose tasks may run out of turn."""
+        """The loops with tasks that may run out of turn."""
         return [p for p in self._programs.loops if is_adaptive(p)]
 
     @functools.cached_property
@@ -111,12 +111,12 @@ class AdaptiveExecutor(Executor):
 
     @functools.cached_property
     def _brought(self) -> list[tuple[int, ...]]:
-        """Per instruction, the slots that it reads which other groups fill."""
+        """Per instruction, the slots among its inputs that other groups fill."""
         bound, feeds = self.bindings.instructions, self._events.feeds
         return [tuple(bound[k].writes for k in found) for found in feeds]
 
     def _walk(self, slots: SlotValues, instructions: Sequence[Instruction], base: int) -> None:
-        """Does the instructions, each as soon as it may and is worth it."""
+        """Runs the instructions, each as soon as that is allowed and worth it."""
         self._is_free = not self._is_in_order
         if not self._is_free:
             super()._walk(slots, instructions, base)
@@ -141,7 +141,7 @@ class AdaptiveExecutor(Executor):
         base: int,
     ) -> None:
         in_flight: dict[int, deque[Any]] = {g: deque() for g in self._programs.mesh.local_groups}
-        late: list[Any] = []  # what tasks wait for
+        late: list[Any] = []  # arrays that tasks wait for
         begun, brought, events = self.flight.times, self._brought, self._events.events
 
         def has_arrived(number: int) -> bool:
@@ -173,7 +173,7 @@ class AdaptiveExecutor(Executor):
 
 
 def _do(instruction: Instruction, slots: SlotValues, base: int) -> Sequence[jax.Array]:
-    """Does an instruction; what a program returns. (`Executor._walk` has this inline: a call takes time there.)"""
+    """Runs an instruction, and returns the results of a program. (`Executor._walk` has this inline, to save a call.)"""
     code, act, reads, writes, frees, _ = instruction
     results: Sequence[jax.Array] = ()
     if code == RUN:
@@ -194,11 +194,11 @@ def _do(instruction: Instruction, slots: SlotValues, base: int) -> Sequence[jax.
 
 
 def _event(b: BoundInstruction, loops: set[int], values: set[str]) -> PlannedEvent:
-    """An instruction as an event.
+    """Returns an instruction as an event.
 
     Args:
-      loops: whose tasks may run out of turn.
-      values: that go between these tasks.
+      loops: the loops with tasks that may run out of turn.
+      values: the values that go between these tasks.
     """
     if b.code == RUN:
         if b.tasks and b.loop in loops:

@@ -1,6 +1,6 @@
-"""Compares the plans of all processes before the first step, and chooses what is compared of each call.
+"""Compares the plans of all processes before the first step, and chooses which arguments of each call are compared.
 
-A difference would be a hang, or worse, wrong numbers: collectives in another order can pass unnoticed.
+A difference would cause a hang or, worse, wrong numbers: a different order of collectives can pass unnoticed.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from scheduler import Program
 Given = Sequence[tuple[int, jax.Array | np.ndarray]]  # by position in the call
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-# A difference is shown with this much of each side.
+# An error shows at most so many characters of each side.
 _MAX_SHOWN = 160
 # Arrays on devices up to this size, such as keys and numbers, are compared in every call.
 _MAX_SMALL_NBYTES = 4096
@@ -37,13 +37,13 @@ _MAX_SMALL_NBYTES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Announcement:
-    """What a process is about to run, as named texts that must be the same in all of them."""
+    """The plan of a process, as named texts that must be the same in all processes."""
 
     sections: dict[str, str]
 
     @property
     def short(self) -> str:
-        """Its last arguments, which tend to be the data."""
+        """The last arguments, which tend to be the data."""
         lines = [line.rpartition(" in groups")[0] for line in self.sections["arguments"].splitlines()]
         return ("... " if len(lines) > 2 else "") + ", ".join(lines[-2:])
 
@@ -54,7 +54,7 @@ class Announcement:
 
 
 def plan_of(programs: StepPrograms, program: Program) -> Announcement:
-    """The plan of a compiled step, from what the user wrote to what runs."""
+    """Returns the plan of a compiled step, from the user's code to the instructions."""
     trace = programs.outline.trace
     mesh = programs.mesh
     inputs = programs.outline.inputs[len(trace.consts) :]
@@ -82,7 +82,7 @@ def plan_of(programs: StepPrograms, program: Program) -> Announcement:
 
 
 def _value(x: jax.Array | np.ndarray) -> str:
-    """A captured constant: its type and a hash of its value."""
+    """Describes a captured constant by its type and, if this process has all of it, a hash of its value."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         data = keys.to_data(x)
         return f"{x.dtype}{list(x.shape)} {zlib.crc32(np.asarray(data).tobytes()):08x}"
@@ -90,13 +90,13 @@ def _value(x: jax.Array | np.ndarray) -> str:
 
 
 def agree(job: Job, plan: Announcement, ranks: Sequence[int], call: Note) -> int:
-    """Makes sure that all of `ranks` are about to run the same. Returns a number for it, the same in all of them.
+    """Checks that all `ranks` are about to run the same plan. Returns a number for the plan, the same in all of them.
 
     Args:
       call: the call for which they agree.
 
     Raises:
-      ScheduleError: the plans or earlier calls differ; it says in what, and where. In every process.
+      ScheduleError: the plans or earlier calls differ; the message says where. Every process raises it.
     """
     number = job.new_number(ranks, "the first call of a step", f" with {plan.short}", call)
     said = job.exchange("comparing plans", json.dumps(plan.hashes), ranks)
@@ -122,7 +122,7 @@ def agree(job: Job, plan: Announcement, ranks: Sequence[int], call: Note) -> int
 
 
 def _difference(a: str, b: str, rank_a: int, rank_b: int) -> str:
-    """The first line in which two texts differ."""
+    """Returns the first line in which two texts differ."""
     pairs = itertools.zip_longest(a.splitlines(), b.splitlines(), fillvalue="")
     lines = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
     shown = (line.strip()[:_MAX_SHOWN] or "(nothing)" for line in lines)
@@ -130,10 +130,10 @@ def _difference(a: str, b: str, rank_a: int, rank_b: int) -> str:
 
 
 def values_to_compare(given: Given, is_first: bool) -> Values:
-    """Of what this process gives to a call, by position, what every process gives alike: from its host, and keys.
+    """Returns, by position, the arguments of a call that must be equal in all processes: host arrays and keys.
 
-    Large arrays that are on devices already are compared in the first call only; later None stands for them. Those that
-    the user has laid out on a mesh (`jax.make_array_from_process_local_data`) are this process's own.
+    Large arrays that are on devices already are compared in the first call only; later calls have None for them. An
+    array that the user has laid out on a mesh (`jax.make_array_from_process_local_data`) may differ between processes.
     """
     for _, x in given:
         if type(x) is not np.ndarray:
@@ -150,8 +150,8 @@ def values_to_compare(given: Given, is_first: bool) -> Values:
 def warm_up(job: Job, mesh: MpmdMesh, ranks: Sequence[int]) -> None:
     """Runs one small collective in every group that spans processes, in one order.
 
-    The first collective of a set of processes is a rendezvous with a fixed limit of 30 s, and one that others
-    may meet in another order; so it happens here, where all have just met.
+    The first collective of a set of processes is a rendezvous with a fixed limit of 30 s, and processes may reach
+    several of them in different orders. So it happens here, right after all processes have met.
     """
     spread = [g for g, processes in enumerate(mesh.processes) if len(processes) > 1]
     if not spread:
@@ -163,7 +163,7 @@ def warm_up(job: Job, mesh: MpmdMesh, ranks: Sequence[int]) -> None:
 
 
 def _meet(mesh: Mesh) -> None:
-    """A sum over all devices of a mesh, and one over each of its axes."""
+    """Runs a sum over all devices of a mesh, and one over each of its axes."""
     names = tuple(mesh.axis_names)
     sharding = NamedSharding(mesh, PartitionSpec(names))
     ones = jax.make_array_from_callback((mesh.size,), sharding, lambda index: np.ones((mesh.size,), np.float32)[index])

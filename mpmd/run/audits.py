@@ -1,8 +1,8 @@
 """Runs a step in which now and then other groups run one instruction again, to find devices that compute wrong.
 
-What such a call does more is planned by `scheduler.programs.audits`, and put among the instructions that are bound
-already. Digests of all bits that an instruction reads and writes are made on each device; `mpmd.job.audits` compares
-them later. So it does with digests of what the call has returned, which may change where it lies.
+`scheduler.programs.audits` plans the extra instructions of such a call, and they are inserted among the bound
+instructions. Each device makes digests of all bits that the audited instruction reads and writes; `mpmd.job.audits`
+compares the digests later. It also compares digests of the results of the call, since bits in memory may flip.
 """
 
 import dataclasses
@@ -39,16 +39,16 @@ from scheduler.base.bounded import BoundedDict
 from scheduler.programs import audits as plans
 
 _MOST_TRIES = 8
-_NUM_PLANNERS = 16  # lists of other lengths have others
+_NUM_PLANNERS = 16  # lists of each length have their own planner
 
 
 class AuditSampling:
-    """Which calls of a step are audited: one in so many.
+    """The choice of the calls that are audited: one in `every`.
 
     Attributes:
-      every: how many these are.
-      count: of the calls so far.
-      results: of the last call, if it was audited.
+      every: an audited call comes once in so many calls.
+      count: the number of calls so far.
+      results: the results of the last call, if it was audited.
     """
 
     def __init__(self, every: int):
@@ -57,18 +57,18 @@ class AuditSampling:
         self._epoch: int | None = None
 
     def begin(self, epoch: int) -> None:
-        """In each epoch of the job the calls are counted anew, also by a process that has taken another's place."""
+        """Restarts the count in each epoch of the job, so that a process that replaces another one counts alike."""
         if epoch != self._epoch:
             self._epoch, self.count, self.results = epoch, 0, None
 
     def is_due(self) -> bool:
-        """Counts a call; whether it is audited."""
+        """Counts a call, and returns whether it is audited."""
         self.count += 1
         return self.count % self.every == 0
 
 
 class _Auditable(NamedTuple):
-    """An instruction of a group: which one of its tasks and calls."""
+    """An instruction of a group; `number` is its position among the tasks and calls of the group."""
 
     group: int
     number: int
@@ -80,11 +80,11 @@ class _Auditable(NamedTuple):
 
 
 class _OwnStep(NamedTuple):
-    """The step in which an instruction is: of those for lists, that for the shape of its microbatch.
+    """The step that an instruction belongs to; for a step over lists, the step for the shape of its microbatch.
 
     Attributes:
-      places: of all instructions of the call, positions in the order of `scheduler.merge` of the program.
-      dealt: names of the arguments of which each microbatch has its own.
+      places: for each instruction of the call, its position in the order of `scheduler.merge` of the program.
+      dealt: names of the arguments that differ between microbatches.
     """
 
     programs: StepPrograms
@@ -97,9 +97,9 @@ class _Drawn(NamedTuple):
     """An instruction that is audited.
 
     Attributes:
-      reads: what it takes, in its order: values, and numbers that are constants. An argument of which each microbatch
-        has its own has the name that it has in the program.
-      alike: by such an argument of the group, if it is this process's, that of the microbatch.
+      reads: its inputs, in its order: values, and numbers that are constants. An argument that differs between
+        microbatches has its name in the program.
+      alike: for a group of this process, maps each such argument to the value of the microbatch.
     """
 
     what: _Auditable
@@ -110,10 +110,10 @@ class _Drawn(NamedTuple):
 
 
 class AuditedExecutor(Executor):
-    """Runs this process's part of a program, and of audits.
+    """Runs this process's part of a program and of its audits.
 
     Args:
-      of: what an `Executor` is made of.
+      of: the arguments of `Executor`.
       sampling: which calls are audited.
     """
 
@@ -151,12 +151,12 @@ class AuditedExecutor(Executor):
         return self._listed[key]
 
     def _own_step(self, instruction: Run | Call) -> _OwnStep | None:
-        """The step that it is in; None if not one program runs it."""
+        """Returns the step that an instruction belongs to; None if no single program runs it."""
         return _OwnStep(self._programs, self.program, self.bindings.places, frozenset())
 
     @property
     def notes(self) -> list[str]:
-        """What `explain()` says of how it runs."""
+        """Lines of `explain()` about the way it runs."""
         bytes_of = list(filter(None, map(self._nbytes, self._candidates)))
         few, most = min(bytes_of, default=0), max(bytes_of, default=0)
         every = self._sampling.every
@@ -176,7 +176,7 @@ class AuditedExecutor(Executor):
         return values_of_instruction(own.programs, self.job, candidate.group, candidate.instruction, own.dealt)
 
     def __call__(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[dict[int, jax.Array]]:
-        with self._lock:  # an audited call runs other bindings, which those of other threads must not
+        with self._lock:  # an audited call swaps the bindings, and calls of other threads must not see that
             return self._called(arguments)
 
     def _called(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[dict[int, jax.Array]]:
@@ -185,7 +185,7 @@ class AuditedExecutor(Executor):
             audits.settle(but=1)
             with joining.compiling():
                 found = self._audited()
-        if self._sampling.results is not None:  # this call may take over their memory
+        if self._sampling.results is not None:  # this call may take over the memory of these results
             audits.look_at(self._sampling.results, is_last=True)
             self._sampling.results = None
         if found is None:
@@ -212,13 +212,13 @@ class AuditedExecutor(Executor):
         return super()._work, self._is_audited
 
     def prepare(self) -> bool:
-        """Agrees on the plan and warms up collectives, once: whether this was that time."""
+        """Agrees on the plan and warms up collectives, once. Returns whether this call did so."""
         if is_first := super().prepare():
             self._sampling.begin(self._epoch)
         return is_first
 
     def _audited(self) -> tuple[tuple[Bindings, list[Instruction], Flight], audits.Audit] | None:
-        """The next call with an audit, the same in every process; None if nothing of it can be audited."""
+        """Returns the next call with an audit, the same in every process; None if nothing in it can be audited."""
         if (drawn := self._drawn()) is None:
             return None
         own, plan, count = drawn.own, drawn.plan, self._sampling.count
@@ -242,7 +242,7 @@ class AuditedExecutor(Executor):
         return (bindings, bound, Flight(len(bound))), audit
 
     def _drawn(self) -> _Drawn | None:
-        """One of the instructions, and the program with its audit; not one that makes the step longer, if possible."""
+        """Draws an instruction and plans its audit; avoids instructions with audits that make the step longer."""
         planner, candidates = self._planner(self.program), self._candidates
         chosen = random.Random(f"{self._programs.name} {self._epoch} {self._sampling.count}")
         drawn = None
@@ -267,13 +267,13 @@ class AuditedExecutor(Executor):
 
 
 class AuditedBucketExecutor(AuditedExecutor, BucketExecutor):
-    """Runs steps over lists, and audits; an instruction is in the step for the shape of its microbatch."""
+    """Runs steps over lists, with audits. An instruction belongs to the step for the shape of its microbatch."""
 
     def _own_step(self, instruction: Run | Call) -> _OwnStep | None:
         buckets = {0}
         if isinstance(instruction, Run) and (xs := self._list_of.get(instruction.loop)) is not None:
             if self._permutations[xs] is not None and self._adds_or_counts(instruction):
-                return None  # it may have accumulators of its own, and its number in the list is another one
+                return None  # it may have its own accumulators, and it has another number in the list
             buckets = {self._order[xs][task.microbatch] for task in instruction.tasks}
         (bucket, *more) = buckets
         if more or not _can_run_twice(self._buckets[bucket][0], instruction):
@@ -288,7 +288,7 @@ class AuditedBucketExecutor(AuditedExecutor, BucketExecutor):
 
 
 class AuditedAdaptiveExecutor(AuditedExecutor, AdaptiveExecutor):
-    """Runs steps whose groups may run tasks out of turn, and audits, of which all is done in the planned order."""
+    """Runs steps with tasks that may run out of turn, and audits. An audited call runs all in the planned order."""
 
     @property
     def _is_in_order(self) -> bool:
@@ -301,10 +301,10 @@ def _can_run_twice(programs: StepPrograms, instruction: Run | Call) -> bool:
 
 
 def check_audits(every: object, mesh: MpmdMesh) -> None:
-    """What `audit_every` of `mpmd.jit` may be.
+    """Checks `audit_every` of `mpmd.jit`.
 
     Raises:
-      ValueError: it is no number of calls, or no group can run what another one runs.
+      ValueError: it is not a number of calls, or no group can run the instructions of another group.
     """
     if isinstance(every, bool) or not isinstance(every, int | np.integer) or every < 0:
         raise ValueError(f"mpmd.jit: audit_every is {every!r}; expected a number of calls, or 0.")
@@ -316,14 +316,14 @@ def check_audits(every: object, mesh: MpmdMesh) -> None:
 
 
 def audited_options(options: CompilerOptions | None, mesh: MpmdMesh) -> CompilerOptions | None:
-    """Compiler options with which two groups compute the same bits."""
+    """Returns compiler options with which two groups compute the same bits."""
     if mesh.lowering_mesh().devices.flat[0].platform != "gpu":
         return options
     return {audits.SAME_BITS: True} | dict(options or {})
 
 
 def auditors_of(mesh: MpmdMesh, group: int) -> list[int]:
-    """The groups that can run what a group runs, with the same bits, on other devices."""
+    """Returns the groups that can repeat the work of a group, with the same bits, on other devices."""
     own = mesh.groups[group]
     return [
         g
@@ -333,12 +333,12 @@ def auditors_of(mesh: MpmdMesh, group: int) -> list[int]:
 
 
 class _AuditedCall:
-    """What the instructions of one audit do in this process.
+    """The calls of one audit in this process.
 
     Attributes:
-      programs: the calls of the audit, and what they hand to each other.
-      groups: that of the step first, then the auditors.
-      found: per group of this process, waits for and returns what its devices found.
+      programs: the calls of the audit, and the values that they exchange.
+      groups: the audited group first, then the auditors.
+      found: per group of this process, a function that waits for the findings of its devices and returns them.
     """
 
     def __init__(self, drawn: _Drawn, variables: Mapping[tuple[str, bool], compat.Var]):
@@ -381,7 +381,7 @@ class _AuditedCall:
     def _again(
         self, group: int, programs: StepPrograms, executable: Executable, reads: Sequence[Any], plan: plans.PlannedAudit
     ) -> Callable:
-        """What an auditor does: the same program, on its own devices."""
+        """Returns the call of an auditor: the same program, on its own devices."""
         mesh = programs.mesh.groups[group]
         ins, outs = (tuple(on_mesh(mesh, s) for s in of) for of in (executable.in_shardings, executable.out_shardings))
         call = Executable(executable.name, mesh, executable.compiled, ins, outs).call
@@ -400,7 +400,7 @@ class _AuditedCall:
         return again
 
     def _sign(self, group: int, mesh: MpmdMesh) -> dict[int, str]:
-        """What each device of a group in this process found; waits for it."""
+        """Waits for the findings of each device of a group in this process, and returns them."""
         own: dict[int, str] = {}
         reads, writes = self._digests[group, "reads"], self._digests[group, "writes"]
         before = self._digests.get((group, "before"), {})
@@ -415,7 +415,7 @@ class _AuditedCall:
 
 
 def _by_device(arrays: Sequence[jax.Array]) -> dict[Device, list[jax.Array]]:
-    """What each device of this process has of some arrays."""
+    """Maps each device of this process to its shards of some arrays."""
     found: dict[Device, list[jax.Array]] = {}
     for x in arrays:
         for device, block in compat.shards(x).items():

@@ -1,6 +1,6 @@
-"""Binds each instruction of this process to what it calls and to the slots that it reads and writes.
+"""Binds each instruction of this process to its callable and to the slots that it reads and writes.
 
-Worked out once, before the first step. A step's values stand in one list; each value of each group has a slot in it.
+This happens once, before the first step. One list holds a step's values; each value of each group has a slot in it.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ class Bindings:
     Attributes:
       template: the slots before a step; microbatch indices and other constants are filled in.
       inputs, outputs: per flat argument (result) of the step, groups and slots.
-      num_pieces: pieces that go between processes in a step, all processes' together.
-      slots: the numbers of values.
-      places: of each instruction, its position in the order of `scheduler.merge`.
+      num_pieces: the number of pieces that all processes exchange in a step.
+      slots: the slot numbers of values.
+      places: per instruction, its position in the order of `scheduler.merge`.
     """
 
     instructions: Sequence[BoundInstruction]
@@ -55,17 +55,17 @@ class Bindings:
 
     @property
     def num_calls(self) -> int:
-        """Executables that are called in a step."""
+        """The number of calls of executables in a step."""
         return sum(i.code == RUN for i in self.instructions)
 
     @property
     def num_moves(self) -> int:
-        """Transfers in a step that this process has to do with."""
+        """The number of transfers in a step that this process takes part in."""
         return len(self.crossings)
 
     @property
     def crossings(self) -> list[Crossing]:
-        """What these transfers move."""
+        """The values that these transfers move."""
         return [i.crossing for i in self.instructions if i.crossing is not None and i.code != ALIAS]
 
 
@@ -73,7 +73,7 @@ def bind(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
     """Binds the instructions of this process's groups. In a job it waits for compilations.
 
     Args:
-      job: None where all groups are this process's.
+      job: None where all groups belong to this process.
     """
     slots, limits = Slots(programs.mesh, job), None if job is None else Limits(job, programs, program)
     return _bind(programs, program, job, limits, BoundCalls(programs, slots, frozenset()), _merged(programs, program))
@@ -88,14 +88,14 @@ def with_added(
     job: Job | None,
     alike: Mapping[tuple[int, Value], tuple[int, Value]],
 ) -> Bindings:
-    """The bindings of a step, all of whose programs are there, with more instructions among them (`mpmd.run.audits`).
+    """Returns the bindings of a compiled step with further instructions inserted (`mpmd.run.audits`).
 
     Args:
-      places: of the instructions, positions in the order of `scheduler.merge`.
-      added: by such a position, in its order, what comes before the instruction there.
-      programs: what they call.
-      program: with all instructions.
-      alike: values of groups that stand for others of the step.
+      places: per instruction, its position in the order of `scheduler.merge`.
+      added: such positions in ascending order, each with the instructions to insert before it.
+      programs: the programs that the inserted instructions call.
+      program: the program with all instructions.
+      alike: maps a value of a group to the value of the step that it shares a slot with.
     """
     slots = plain.slots.extended(alike)
     limits = None if job is None else Limits.none(job, programs, program)
@@ -105,7 +105,7 @@ def with_added(
         before, at = at, bisect_left(places, place)
         found += plain.instructions[before:at]
         new, _ = _bound(instructions, programs.mesh.local_groups, calls, transfers)
-        if found and new and new[0].code == RUN:  # it may read what nobody read so far
+        if found and new and new[0].code == RUN:  # it may read slots that were dead here
             late = tuple(slot for slot in found[-1].frees if slot in new[0].reads)
             found[-1] = dataclasses.replace(found[-1], frees=tuple(s for s in found[-1].frees if s not in late))
             new[0].frees += late
@@ -122,12 +122,12 @@ def with_added(
 def values_of_instruction(
     programs: StepPrograms, job: Job | None, group: int, instruction: Run | Call, dealt: Set[str] = frozenset()
 ) -> tuple[list[Value | np.generic], list[Value], list[Value]]:
-    """What an instruction that calls one executable takes, in its order, what it gives, and what it takes over.
+    """Returns the inputs, the outputs and the donated inputs of an instruction that calls one executable.
 
-    What it takes are values, and numbers that are constants of the program.
+    The inputs come in the executable's order: values, and numbers that are constants of the program.
 
     Args:
-      dealt: names of the arguments of which each microbatch has its own.
+      dealt: names of the arguments that differ between microbatches.
     """
     slots = Slots(programs.mesh, job)
     calls = BoundCalls(programs, slots, dealt)
@@ -137,12 +137,12 @@ def values_of_instruction(
 
 
 def _merged(programs: StepPrograms, program: Program) -> Sequence[GroupInstruction]:
-    """The instructions of all groups in one order; none where this process has no group."""
+    """Returns the instructions of all groups in one order; none where this process has no group."""
     return scheduler.merge(program) if programs.mesh.local_groups else ()
 
 
 class SummedOutput(NamedTuple):
-    """An accumulator of a task: its positions among what the instruction reads and writes."""
+    """An accumulator of a task: its positions among the reads and the writes of the instruction."""
 
     read: int
     write: int
@@ -150,14 +150,14 @@ class SummedOutput(NamedTuple):
 
 
 class BoundBuckets:
-    """The programs of buckets, bound: instruction by instruction they do the same, for microbatches of other shapes.
+    """The bound programs of buckets, which match instruction by instruction, for microbatches of different shapes.
 
     Args:
       buckets: a step for each shape, with its program.
-      dealt: names of the arguments of which each microbatch has its own.
+      dealt: names of the arguments that differ between microbatches.
 
     Attributes:
-      of: per bucket, its bindings; the slots are those of all.
+      of: per bucket, its bindings; all buckets share the slots.
     """
 
     def __init__(self, buckets: Sequence[tuple[StepPrograms, Program]], job: Job | None, dealt: Set[str]):
@@ -173,7 +173,7 @@ class BoundBuckets:
         self.template = self.slots.template()
 
     def sums(self, b: BoundInstruction, buckets: Sequence[int]) -> list[list[SummedOutput]]:
-        """The accumulators of each task of an instruction, whose microbatches belong to these buckets."""
+        """Returns the accumulators of each task of an instruction; `buckets` has the bucket of each task."""
         found: list[list[SummedOutput]] = []
         num_reads = num_writes = 0
         for task, bucket in zip(b.tasks, buckets, strict=True):
@@ -185,7 +185,7 @@ class BoundBuckets:
         return found
 
     def pair(self, b: BoundInstruction, buckets: tuple[int, int]) -> BoundInstruction:
-        """Two tasks that run as one executable where their microbatches have one shape, one after the other."""
+        """Binds a pair of tasks as two executables, one after the other: their microbatches differ in shape."""
         halves = [
             self._calls[bucket].alone(b.group, b.loop, task) for bucket, task in zip(buckets, b.tasks, strict=True)
         ]
@@ -236,11 +236,11 @@ def _bind(
 def _bound(
     merged: Iterable[GroupInstruction], local: Collection[int], calls: BoundCalls, transfers: BoundTransfers
 ) -> tuple[list[BoundInstruction], list[int]]:
-    """The instructions of this process, and their places among all."""
+    """Returns the bound instructions of this process, and their places among the instructions of all groups."""
     slots = calls.slots
     found: list[BoundInstruction] = []
     places: list[int] = []
-    last: dict[int, BoundInstruction] = {}  # of each group
+    last: dict[int, BoundInstruction] = {}  # by group
     for place, (group, instruction) in enumerate(merged):
         bound: list[BoundInstruction] = []
         if isinstance(instruction, Send):

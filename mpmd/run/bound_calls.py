@@ -14,9 +14,9 @@ from scheduler import Call, Run, Task, Value
 
 
 class TaskValues(NamedTuple):
-    """What tasks of one stage and kind take and give: slots of values around the loop, names of values in it.
+    """Inputs and outputs of tasks of one stage and kind: slots of values outside the loop, names of values inside.
 
-    Operands of which each microbatch has its own are names.
+    An operand that differs between microbatches has a name.
     """
 
     constants: list[int]
@@ -50,14 +50,14 @@ class BoundCalls:
         return BoundInstruction(RUN, act, reads, slots[1], group, text, frees=frees, donates=slots[2])
 
     def run(self, group: int, instruction: Run) -> list[BoundInstruction]:
-        """A task, or a pair of tasks."""
+        """Binds a task, or a pair of tasks."""
         program = self._programs.loops[instruction.loop]
         return [
             self._task(group, program, executable, tasks) for executable, tasks in self._programs.calls(instruction)
         ]
 
     def alone(self, group: int, loop: int, task: Task) -> BoundInstruction:
-        """A task, in an executable of its own."""
+        """Binds a task as its own executable."""
         program = self._programs.loops[loop]
         executable = program.tasks[Place(task.stage, task.kind)].executable
         assert executable is not None
@@ -66,7 +66,7 @@ class BoundCalls:
     def _task(
         self, group: int, program: LoopProgram, executable: Executable, tasks: tuple[Task, ...]
     ) -> BoundInstruction:
-        """Arguments and results are those of the first task, then those of the second."""
+        """Binds tasks that share an executable: the arguments (results) of the first task, then of the second."""
         reads: tuple[int, ...] = ()
         writes: tuple[int, ...] = ()
         donates: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class BoundCalls:
         return BoundInstruction(RUN, executable, reads, writes, group, text, tasks, donates=donates, loop=loop)
 
     def values(self, group: int, loop: int, place: Place) -> tuple[TaskValues, list[Operation]]:
-        """What tasks take and give, and the operations of their accumulators."""
+        """Returns the inputs and outputs of tasks, and the operations of their accumulators."""
         program = self._programs.loops[loop]
         accumulators, accumulates = program.loop.partition.accumulators, program.tasks[place].body.accumulates
         return self._values_of(group, program, place), [accumulators[k].operation for k in accumulates]

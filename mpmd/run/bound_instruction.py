@@ -1,4 +1,4 @@
-"""An instruction of this process: what it calls, and the slots that it reads and writes."""
+"""An instruction of this process: its callable, and the slots that it reads and writes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from mpmd.compile.executable import Executable
 from scheduler import Task, Value
 
 RUN, MOVE, ALIAS, SEND, RECV = range(5)
-# As the executor walks it: a code, what to call, slots that are read, written and freed, and its number.
+# The form that the executor walks: code, callable, slots that are read, written and freed, and the number.
 Instruction = tuple[int, Any, Any, Any, tuple[int, ...], int]
 
 
@@ -25,13 +25,13 @@ class Crossing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostCall:
-    """A function of the host that stands for an `Executable`."""
+    """A host function that takes the role of an `Executable`."""
 
     name: str
     call: Callable[..., list[jax.Array]] | None
 
     def start(self) -> None:
-        """There is nothing to load."""
+        """Does nothing: a host function needs no loading."""
 
 
 @dataclasses.dataclass
@@ -40,17 +40,17 @@ class BoundInstruction:
 
     Attributes:
       code: RUN, MOVE (to another group of this process), ALIAS (the same devices), SEND or RECV (another process).
-      act: of RUN, from arrays to arrays; of MOVE, from an array to one; of SEND and RECV, from an array or None and the
-        number of the step's first piece; None of ALIAS. Until `Bindings.finish` an `Executable`, which waits.
-      reads, writes: slots; several of RUN, else one or None.
+      act: the callable. RUN: from arrays to arrays; MOVE: from an array to an array; SEND and RECV: takes an array or
+        None, and the number of the step's first piece; ALIAS: None. Before `Bindings.finish`, RUN has an `Executable`.
+      reads, writes: slots; several for RUN, else one or None.
       group: the group that it belongs to.
       text: the instruction in words.
-      tasks: of RUN, the tasks that it runs.
-      frees: slots that nobody reads afterwards.
-      donates: of RUN, slots whose memory it takes over.
-      loop: of tasks, the loop that they belong to.
-      crossing: of transfers.
-      executable: of RUN.
+      tasks: the tasks that a RUN runs.
+      frees: slots that are dead afterwards.
+      donates: slots of the buffers that a RUN takes over.
+      loop: the loop of the tasks.
+      crossing: the value that a transfer moves.
+      executable: the executable of a RUN.
     """
 
     code: int
@@ -67,14 +67,14 @@ class BoundInstruction:
     executable: Executable | None = None
 
     def __post_init__(self):
-        if self.code == RUN and self.executable is None:  # one that was replaced after `Bindings.finish` has its own
+        if self.code == RUN and self.executable is None:  # a copy made after `Bindings.finish` has it already
             self.executable = self.act
 
     def walked(self, number: int) -> Instruction:
-        """As the executor walks it."""
+        """Returns the instruction in the form that the executor walks."""
         return self.code, self.act, self.reads, self.writes, self.frees, number
 
     @property
     def name(self) -> str:
-        """Of the program that it calls; else the instruction in words."""
+        """The name of the program that it calls; else the instruction in words."""
         return self.text if self.executable is None else self.executable.name

@@ -20,7 +20,7 @@ from scheduler import Program, Recv, Send, Value
 
 
 class _Way(NamedTuple):
-    """How a value goes from one group to another, in every microbatch."""
+    """The way of a value from one group to another, the same for every microbatch."""
 
     code: int
     source: NamedSharding
@@ -30,7 +30,7 @@ class _Way(NamedTuple):
 
 
 def variables_of(programs: StepPrograms) -> dict[tuple[str, bool], compat.Var]:
-    """The variables that values stand for, by their names and whether each microbatch has its own."""
+    """Maps names of values to variables. A key also says whether each microbatch has its own value."""
     found = {(name, False): v for v, name in programs.outline.names.items()}
     for loop in programs.loops:
         found.update(((edge_name(loop.loop, v), True), v) for v in loop.loop.partition.names)
@@ -38,10 +38,10 @@ def variables_of(programs: StepPrograms) -> dict[tuple[str, bool], compat.Var]:
 
 
 class BoundTransfers:
-    """Binds sends and receives, and counts what goes.
+    """Binds sends and receives, and counts the pieces that they move.
 
     Args:
-      num_pieces: that have been counted before.
+      num_pieces: the number of pieces counted before.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class BoundTransfers:
         self._routes: dict[tuple[int, int, Value], tuple[ValueRoute, Flow | None]] = {}
 
     def send(self, group: int, instruction: Send) -> list[BoundInstruction]:
-        """A value's way to another group; nothing where this process has no part in it."""
+        """Binds the transfer of a value to another group. Returns nothing where this process has no part in it."""
         value, target = instruction.value, instruction.to_group
         way = self._way(value, group, target)
         text = f"the transfer of {value} from group {group} to {target}"
@@ -69,7 +69,7 @@ class BoundTransfers:
         return [BoundInstruction(way.code, way.mover, reads, writes, group, text, crossing=crossing)]
 
     def receive(self, group: int, instruction: Recv) -> list[BoundInstruction]:
-        """Nothing where the sender, in this process, has done it already."""
+        """Binds a receive. Returns nothing where the sender, in this process, does the whole transfer."""
         value, source = instruction.value, instruction.from_group
         route, flow = self._routes.pop((source, group, value), (None, None))
         if route is None:
@@ -81,16 +81,16 @@ class BoundTransfers:
         return [BoundInstruction(RECV, carry, reads, writes, group, route.text, crossing=crossing)]
 
     def _send_away(self, group: int, target: int, value: Value, way: _Way, text: str) -> list[BoundInstruction]:
-        """Pieces for other processes; every process counts them alike, also those that have no part in them.
+        """Binds the sending of pieces to other processes. Every process counts all pieces, so that numbers agree.
 
-        Where this process receives too, it does both when it comes to the receive, which directly follows.
+        Where this process receives too, the receive, which follows directly, does both.
         """
         assert self._job is not None and self._limits is not None
         first, local = self.num_pieces, self._programs.mesh.local_groups
         self.num_pieces += len(pieces(way.source, way.target, tuple(way.aval.shape)))
         if group not in local and target not in local:
             return []
-        # The user gets to hold such an array, and may delete it or donate it while it is on its way.
+        # The user may hold such an array, and delete or donate it during the transfer.
         keep = value in self._program.inputs_of(group) or value in self._program.outputs_of(group)
         route = ValueRoute(self._job, way.source, way.target, way.aval, first, keep, text)
         flow = self._limits.flow(group, target, value)

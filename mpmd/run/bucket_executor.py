@@ -1,10 +1,10 @@
 """Runs a step whose microbatches have several shapes: each instruction as the bucket of its microbatch does it.
 
-A *bucket* is the step for microbatches of one shape. All buckets run the same tasks and make the same transfers in the
-same places of their programs; executables, sizes, and what stays in a group between two tasks may differ. What belongs
-to one microbatch happens where the program of its bucket has it, and that has been proved free of deadlock. So the
-proof holds for every order of the shapes, and a new order picks one bound instruction in each place. Lists that are
-shorter run the same plan without the later microbatches (`scheduler/programs/fewer.py` says why that is right).
+A *bucket* is the step for microbatches of one shape. All buckets run the same tasks and transfers in the same places of
+their programs; executables, sizes, and the values that stay in a group between two tasks may differ. Each instruction
+of a microbatch runs in its place in the program of the bucket, which has been proved free of deadlock. So the proof
+holds for every order of the shapes, and a new order picks one bound instruction for each place. Shorter lists run the
+same plan without the later microbatches (`scheduler/programs/fewer.py` says why that is right).
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ from scheduler.programs.fewer import with_fewer
 
 # For each list of a step, the bucket of each of its microbatches, in the order in which they run.
 Order = tuple[tuple[int, ...], ...]
-# For each list, which of its microbatches runs first, second, and so on; None where they run as the list has them.
+# For each list, the number of the microbatch that runs first, second, and so on; None for the order of the list.
 Permutations = tuple[tuple[int, ...] | None, ...]
-# So many orders and numbers of microbatches are kept.
+# The limit of orders and numbers of microbatches that are kept.
 NUM_ORDERS = 64
 
 
@@ -45,7 +45,7 @@ class MicrobatchArray(NamedTuple):
 
     Attributes:
       argument: the name of the argument that stands for it in the program.
-      name: its own.
+      name: the name of the array itself.
     """
 
     argument: str
@@ -56,22 +56,22 @@ class MicrobatchArray(NamedTuple):
 
 
 class _Picked(Sequence[BoundInstruction]):
-    """The instructions of a call, each of which is looked up when it is asked for: most calls ask for none.
+    """The instructions of a call. Each is looked up on demand, since most calls need none.
 
     Args:
-      table: objects; those of all buckets, by what says which one is picked, and by place.
-      picks: for each place, which one.
+      table, walked: instructions of all buckets, and their walked form, indexed by the picks and then by place.
+      picks: per leading axis of the table, the index for each place.
 
     Attributes:
-      places: those that the call has.
-      is_whole: whether these are all.
-      walked: as the executor walks them.
+      places: the places that the call has.
+      is_whole: whether these are all places.
+      walked: the picked instructions in the form that the executor walks.
     """
 
     def __init__(self, table: np.ndarray, walked: np.ndarray, picks: Sequence[np.ndarray], places: np.ndarray):
         self._table, self._picks, self.places = table, picks, places
         self._changed: dict[int, BoundInstruction] = {}  # by place
-        self._more: dict[int, list[int]] = {}  # by place, what is read more, for the last time
+        self._more: dict[int, list[int]] = {}  # by place, further slots to read, for the last time
         at, self.is_whole = picks[0], len(places) == table.shape[-1]
         for count, pick in zip(table.shape[1:-1], picks[1:], strict=True):
             at = at * count + pick
@@ -91,7 +91,7 @@ class _Picked(Sequence[BoundInstruction]):
         return self.at(self.places[number])
 
     def at(self, place: int) -> BoundInstruction:
-        """The one in some place."""
+        """Returns the instruction in some place."""
         found = self._changed.get(place) or self._table[(*(pick[place] for pick in self._picks), place)]
         return reading(found, more) if (more := self._more.get(place)) else found
 
@@ -99,13 +99,13 @@ class _Picked(Sequence[BoundInstruction]):
         return place if self.is_whole else int(np.searchsorted(self.places, place))
 
     def put(self, place: int, b: BoundInstruction) -> None:
-        """Another instruction in some place that the call has."""
+        """Puts another instruction in some place that the call has."""
         number = self._number(place)
         self._changed[place], self.walked[number] = b, b.walked(number)
         self._more.pop(place, None)
 
     def read_more(self, place: int, more: list[int]) -> None:
-        """The instruction in some place reads this too, for the last time."""
+        """Makes the instruction in some place read further slots, for the last time."""
         number = self._number(place)
         code, act, reads, writes, frees, _ = self.walked[number]
         self.walked[number] = code, act, (*reads, *more), writes, (*frees, *more), number
@@ -113,12 +113,12 @@ class _Picked(Sequence[BoundInstruction]):
 
 
 class _Prepared(NamedTuple):
-    """What calls with microbatches in one order do.
+    """The instructions of calls with microbatches in one order.
 
     Attributes:
       arguments: their names and types.
-      number: of the order, the same in all processes.
-      kept: positions of the instructions among those of lists of the planned lengths.
+      number: the number of the order, the same in all processes.
+      kept: positions of the instructions among all instructions, which lists of the planned lengths run.
     """
 
     bindings: Bindings
@@ -133,8 +133,8 @@ class BucketExecutor(Executor):
 
     Args:
       buckets: the step for each shape, and its program.
-      whole: the step as it was traced first.
-      dealt: names of the arguments of which each microbatch has its own.
+      whole: the first trace of the step.
+      dealt: names of the arguments that differ between microbatches.
       absent: positions of these arguments, constants included.
       list_of: per loop that takes one, the number of its list.
     """
@@ -148,7 +148,7 @@ class BucketExecutor(Executor):
         list_of: Mapping[int, int],
     ):
         self._buckets, self._dealt, self._absent, self._list_of = buckets, dealt, absent, list_of
-        self._number = 0  # of the order
+        self._number = 0  # the number of the order
         self._order: Order = ()
         self._permutations: Permutations = ()
         self._where: dict[tuple[str, int, tuple[int, ...]], list[tuple[int, int]]] = {}  # the slots of microbatches
@@ -182,7 +182,7 @@ class BucketExecutor(Executor):
         return dataclasses.replace(first, template=self._bound_buckets.template)
 
     def _microbatches(self, b: BoundInstruction, loops: Mapping[str, int]) -> list[tuple[int, int]]:
-        """The microbatches that an instruction concerns, each as a list and its number in that."""
+        """Returns the microbatches of an instruction, each as the number of its list and its own number there."""
         if b.tasks:
             return [(self._list_of[b.loop], t.microbatch) for t in b.tasks] if b.loop in self._list_of else []
         if b.crossing is None or (microbatch := b.crossing.value.microbatch) is None:
@@ -202,7 +202,7 @@ class BucketExecutor(Executor):
             self._is_finished = True
 
     def take(self, order: Order, permutations: Permutations, arrays: Sequence[MicrobatchArray]) -> None:
-        """The next calls are for microbatches in this order, whose arrays come after all other arguments."""
+        """Prepares the next calls for microbatches in this order. Their arrays come after all other arguments."""
         key = order, permutations
         if key not in self._kept:
             self._kept[key] = self._call_of(order, permutations, arrays)
@@ -237,7 +237,7 @@ class BucketExecutor(Executor):
         )
 
     def _picked(self, order: Order, permutations: Permutations) -> _Picked:
-        """The instructions of a call in this order: those of the bucket of each microbatch, none of the later ones."""
+        """Picks the instructions of a call in this order from the bucket of each microbatch that the call has."""
         bucket_of: dict[tuple[int, int] | None, int]
         bucket_of = {(xs, m): bucket for xs, buckets in enumerate(order) for m, bucket in enumerate(buckets)}
         buckets = np.array([0 if of is None else bucket_of.get(of, -1) for of in self._numbered])[self._number_of]
@@ -259,14 +259,14 @@ class BucketExecutor(Executor):
             found.read_more(k, change.reads)
         for k in [] if found.is_whole else [k for k in self._late if buckets[k] < 0]:
             before = (p for p in reversed(places[: np.searchsorted(places, k)]) if self._groups[p] == self._groups[k])
-            if (place := next(before, None)) is not None:  # what the others would free goes after the one before them
+            if (place := next(before, None)) is not None:  # the instruction before an absent one frees its slots
                 b = found.at(place)
                 found.put(place, dataclasses.replace(b, frees=b.frees + self._late[k]))
         return found
 
     @functools.cached_property
     def _tables_by_kind(self) -> tuple[np.ndarray, np.ndarray]:
-        """As `_tables`, for each kind that instructions may be of where microbatches run in another order."""
+        """The tables of instructions of each kind, for microbatches in another order. Otherwise like `_tables`."""
         instructions, walked = (np.stack([table] * len(KINDS)) for table in self._tables)
         for kind, (bucket, own) in itertools.product((EARLY, FOLLOWED), enumerate(self._bound_buckets.of)):
             for k, b in self._sums.of_kind(kind, own.instructions, bucket).items():
@@ -274,7 +274,7 @@ class BucketExecutor(Executor):
         return instructions, walked
 
     def _numbered_anew(self, permutations: Permutations) -> list[object]:
-        """The slots before a step whose microbatches have other numbers in their lists."""
+        """Returns the slots before a step in which microbatches have other numbers in their lists."""
         slots, template = self._bound_buckets.slots, self._bound_buckets.template
         found = [*template, *[None] * (len(slots) - len(template))]
         for (_, loop), slot_of in slots.numbers.items():
@@ -300,19 +300,19 @@ class BucketExecutor(Executor):
         return Announcement(sections)
 
     def _note(self, number: int, values: Values = (), makers: Sequence[int] = ()) -> Note:
-        """A call in another order is another program of the step."""
+        """Returns the note of the next call. A call in another order counts as another program of the step."""
         note = super()._note(number, values, makers)
         return dataclasses.replace(note, program=number and zlib.crc32(f"{number} {self._number}".encode()))
 
     def _first_piece(self) -> int:
-        """Pieces in other orders have other numbers: what is sent in one order is not taken in another."""
+        """Gives pieces other numbers in each order, so that no receive in one order takes a piece of another."""
         assert self._next_piece is not None
         kept = self._number % (1 << (wires.NUMBER_BITS - wires.ORDER_BITS))
         return super()._first_piece() + (kept << wires.ORDER_BITS)
 
 
 def _what(b: BoundInstruction) -> Hashable:
-    """What all buckets do in one place."""
+    """Returns the properties that the instructions of all buckets share in one place."""
     crossing = None if b.crossing is None else (b.crossing.source, b.crossing.target, b.crossing.value.microbatch)
     return b.group, b.code, b.tasks, crossing
 

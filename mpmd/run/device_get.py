@@ -1,4 +1,4 @@
-"""Host values of arrays, in every process, wherever the arrays are."""
+"""Copies arrays to the host of every process, wherever the arrays are."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,11 +21,11 @@ from mpmd.run.routes import ValueRoute
 
 @compat.api_boundary
 def device_get(tree: PyTree) -> PyTree:
-    """The values of a tree of MpmdArrays and jax.Arrays on the host.
+    """Copies the MpmdArrays and jax.Arrays of a pytree to the host.
 
-    In several processes every one of them calls it with the same tree, and every one gets all values; what a process
-    lacks comes from those that have it. (Scalars that a step returns are in every process already; reading those
-    needs no such call.)
+    Where there are several processes, each must call it with the same tree, and each gets all values; parts that a
+    process lacks come from processes that have them. (Scalars that a step returns are in every process already, and
+    can be read without this call.)
 
     Args:
       tree: a pytree; other leaves are returned as they are.
@@ -56,7 +56,7 @@ def device_get(tree: PyTree) -> PyTree:
 
 
 def _readers(x: MpmdArray | jax.Array) -> set[int]:
-    """The processes that have all of an array; the same answer everywhere."""
+    """Returns the processes that have all of an array; the answer is the same in every process."""
     if not isinstance(x, MpmdArray):
         if len({d.process_index for d in x.sharding.device_set}) == 1:
             return set(range(jax.process_count()))  # each process has one of its own
@@ -67,13 +67,13 @@ def _readers(x: MpmdArray | jax.Array) -> set[int]:
 
 
 def _having_all(sharding: jax.sharding.Sharding) -> set[int]:
-    """The processes that have all of what is under a JAX sharding."""
+    """Returns the processes that have all of an array with this JAX sharding."""
     processes = {d.process_index for d in sharding.device_set}
     return processes if len(processes) == 1 or sharding.is_fully_replicated else set()
 
 
 def _gather(job: Job, names: Sequence[str], leaves: Sequence[jax.Array]) -> list[jax.Array | np.ndarray]:
-    """Each array as a numpy array or an array of this process; the sources stay until all have theirs."""
+    """Returns each array as a numpy array or an array of this process. Sources live until all processes are done."""
     for x in leaves:
         if x.is_deleted():
             raise RuntimeError(f"device_get: {x!r:.80} has been deleted.")
@@ -91,7 +91,7 @@ def _gather(job: Job, names: Sequence[str], leaves: Sequence[jax.Array]) -> list
 
 
 def _exchanged(job: Job, leaves: Sequence[jax.Array], base: int) -> list[jax.Array | np.ndarray]:
-    """Each array, fetched to this process if any part is missing."""
+    """Returns each array, fetched to this process if any part is missing."""
     first_device: dict[int, Device] = {}
     for device in sorted(jax.devices(), key=lambda d: d.id):
         first_device.setdefault(device.process_index, device)
@@ -119,7 +119,7 @@ def _exchanged(job: Job, leaves: Sequence[jax.Array], base: int) -> list[jax.Arr
 
 
 class _Source(NamedTuple):
-    """An array that is brought to the processes which lack some of it."""
+    """An array that is sent to the processes that lack some of it."""
 
     array: jax.Array | None  # None in a process that has no shard of it
     sharding: jax.sharding.Sharding
@@ -128,7 +128,7 @@ class _Source(NamedTuple):
 
 
 def _sources(x: jax.Array) -> list[_Source]:
-    """What is sent of an array: the array of its lowest group, or each piece of a split one."""
+    """Returns the arrays to send for `x`: the array of its lowest group, or each piece of a split array."""
     if not isinstance(x, MpmdArray):
         return [_Source(x, x.sharding, jax.ShapeDtypeStruct(x.shape, x.dtype), _readers(x))]
     sharding, is_split = x.mpmd_sharding, x.mpmd_sharding.split_axis is not None
@@ -141,7 +141,7 @@ def _sources(x: jax.Array) -> list[_Source]:
 
 
 def _joined(x: Any, arrived: Sequence[Any]) -> Any:
-    """What has arrived of an array, as one."""
+    """Joins the arrived pieces of an array."""
     if len(arrived) == 1:
         return arrived[0]
     axis = x.mpmd_sharding.split_axis

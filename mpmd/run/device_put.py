@@ -1,6 +1,6 @@
 """Puts arrays on the devices of groups: the user's arguments, and values of this process that go to another group.
 
-Nothing waits for a value to be computed, nor asks another process.
+It neither waits for a value to be computed nor asks another process.
 """
 
 import functools
@@ -20,27 +20,27 @@ from mpmd.arrays.mesh import Device, is_local
 
 
 def mover(source: NamedSharding, target: NamedSharding, dtype: DTypeLike) -> Callable[[jax.Array], jax.Array]:
-    """What moves an array from one group's sharding to another's."""
+    """Returns a function that moves an array from one group's sharding to another's."""
     if not keys.is_key(dtype) and (copy := compat.put(source, target)) is not None:
         return copy
     return functools.partial(jax.device_put, device=target_of(target))
 
 
 def target_of(sharding: NamedSharding) -> Device | NamedSharding:
-    """What to hand to `jax.device_put`: a bare device where that means the same, at half the cost."""
+    """Returns the target for `jax.device_put`: a bare device where that means the same, at half the cost."""
     if sharding.mesh.size == 1 and memory_kind(sharding) is None:
         return compat.devices(sharding).flat[0]
     return sharding
 
 
 def is_alias(source: NamedSharding, target: NamedSharding, ndim: int) -> bool:
-    """Whether two shardings of groups that share devices put the same on each device."""
+    """Returns whether two shardings of groups that share devices put the same block on each device."""
     return compat.devices(source).tolist() == compat.devices(target).tolist() and source.is_equivalent_to(target, ndim)
 
 
 def put_copy(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
-    """A host array or an array of this process on the devices of one group, in memory of its own: the user may write
-    into `x`, or donate it. (`may_alias=False` is no help: on CPU devices an array may still stay where numpy has it.)
+    """Puts a host array or an array of this process on the devices of one group, in new memory: the user may write
+    into `x`, or donate it. (`may_alias=False` does not help: an array on CPU devices may still share numpy's memory.)
     """
     placed = jax.device_put(x.copy() if isinstance(x, jax.Array) else np.array(x), sharding)
     if isinstance(getattr(placed, "sharding", None), SingleDeviceSharding):  # float0 has none
@@ -51,8 +51,8 @@ def put_copy(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
 def place_all(values: Sequence[ArrayLike], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Puts host arrays and arrays of this process on the devices of groups, which may span other processes.
 
-    Where a group does, every process gives the same values, as to `jax.make_array_from_callback`. An array that
-    is there already, and perhaps elsewhere too, is used as it is.
+    For a group that does, every process passes the same values, as with `jax.make_array_from_callback`. An array that
+    is on the group already, and perhaps elsewhere too, is not moved.
     """
     placed: list[Any] = [None] * len(values)
     local, plain = [], []
@@ -63,7 +63,7 @@ def place_all(values: Sequence[ArrayLike], shardings: Sequence[NamedSharding]) -
                 mine = [shards[d] for d in device_boxes(sharding, x.shape) if d in shards]
                 placed[i] = jax.make_array_from_single_device_arrays(x.shape, sharding, mine)
                 continue
-            x = x.addressable_data(0)  # all of it, as `is_placeable` has found
+            x = x.addressable_data(0)  # the whole array, as `is_placeable` has checked
         if sharding.is_fully_addressable:
             is_plain = type(x) is np.ndarray and sharding.mesh.size == 1 and x.dtype != jax.dtypes.float0
             (plain if is_plain else local).append((i, x))
@@ -78,19 +78,19 @@ def place_all(values: Sequence[ArrayLike], shardings: Sequence[NamedSharding]) -
 
 
 def is_placeable(x: jax.Array, sharding: NamedSharding) -> bool:
-    """Whether `place_all` can bring an array to the devices of a group without asking another process."""
+    """Returns whether `place_all` can put an array on the devices of a group without asking another process."""
     return x.is_fully_addressable or x.is_fully_replicated or _is_there(x, sharding)
 
 
 def _is_there(x: jax.Array, sharding: NamedSharding) -> bool:
-    """Whether an array over many processes has on a group's devices what is wanted there."""
+    """Returns whether an array over many processes has the wanted blocks on a group's devices already."""
     held = device_boxes(x.sharding, x.shape)
     wanted = device_boxes(sharding, x.shape)
     return all(held.get(d) == box for d, box in wanted.items()) and x.sharding.memory_kind == sharding.memory_kind
 
 
 def _place_everywhere(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has, on devices of several processes."""
+    """Puts an array that every process has on devices of several processes."""
     if isinstance(x, jax.Array) and keys.is_key(x.dtype):
         data = np.asarray(keys.to_data(x))
         boxes = {d: box for d, box in device_boxes(sharding, x.shape).items() if is_local(d)}

@@ -1,4 +1,4 @@
-"""Digests of arrays on their devices: a few numbers that any flipped bit changes, to compare what devices have."""
+"""Digests of arrays, made on their devices: any flipped bit changes them, so they show whether arrays are equal."""
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +10,20 @@ from mpmd.arrays import keys
 
 @jax.jit
 def digests(*arrays: jax.Array) -> jax.Array:
-    """Two numbers for each array, which any flipped bit changes."""
+    """Returns two numbers for each array, which any flipped bit changes."""
     return jnp.stack([_digest(x) for x in arrays]) if arrays else jnp.zeros((0, 2), jnp.uint32)
 
 
 @jax.jit
 def copies_with_digests(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Copies of arrays, and their digests."""
+    """Returns copies of arrays, and their digests."""
     return *(jnp.copy(x) for x in arrays), digests(*arrays)
 
 
 def _digest(x: jax.Array) -> jax.Array:
-    """Sums of all bits of an array, in two mixtures; each word has an odd factor of its own, so none can be lost.
+    """Returns two sums over the words of an array. Each word has its own odd factor, so no flipped bit can vanish.
 
-    Both in one pass: XLA makes several times slower loops for CPUs where it fuses two reductions.
+    One reduction makes both: where XLA fuses two reductions, its loops for CPUs are several times slower.
     """
     words = _words_of(x)
     odd = 2 * lax.iota(jnp.uint32, words.size) + 1
@@ -34,9 +34,9 @@ def _digest(x: jax.Array) -> jax.Array:
 
 
 def _words_of(x: jax.Array) -> jax.Array:
-    """The bits of an array, as words of 32 bits."""
+    """Returns the bits of an array, as words of 32 bits."""
     x = keys.to_data(x) if keys.is_key(x.dtype) else x
-    x = jax.device_put(x, jax.memory.Space.Device)  # what lies in the memory of the host cannot be computed with
+    x = jax.device_put(x, jax.memory.Space.Device)  # programs cannot compute on arrays in host memory
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     if x.dtype == jnp.bool_ or _is_small(x.dtype):

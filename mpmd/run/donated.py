@@ -1,4 +1,4 @@
-"""Tells which donated arguments are used up (JAX's rule and warning), and deletes them after the call."""
+"""Finds the donated arguments that are used up (by JAX's rule, with its warning) and deletes them after the call."""
 
 import warnings
 from collections import Counter
@@ -16,10 +16,10 @@ from mpmd.users_frame import users_frame
 
 
 def usable(programs: StepPrograms, donated: frozenset[int]) -> frozenset[int]:
-    """The donated arguments whose memory a program takes over or a result of their type can have.
+    """Returns the donated arguments with memory that a program takes over or that fits the type of a result.
 
-    JAX's rule, and its warning about the others: they stay as they are. An argument that the step does not read
-    stays too, without a warning.
+    This is JAX's rule, with JAX's warning about the other arguments, which are not deleted. An argument that the step
+    does not read is not deleted either, and causes no warning.
     """
     outline = programs.outline
     trace = outline.trace
@@ -44,9 +44,9 @@ def usable(programs: StepPrograms, donated: frozenset[int]) -> frozenset[int]:
 
 
 def apart(leaves: Sequence[ArrayLike], donated: Container[int]) -> Sequence[ArrayLike]:
-    """The arguments of a call, each donated one in memory of its own.
+    """Returns the arguments of a call, with each donated one in memory of its own.
 
-    An array that is given twice (`ema = params` at the start) is copied, where `jax.jit` refuses the call.
+    An array that is passed twice (`ema = params` at the start) is copied, where `jax.jit` would refuse the call.
     """
     found, first = leaves, dict[int, int]()
     for i, x in enumerate(leaves):
@@ -61,11 +61,11 @@ def apart(leaves: Sequence[ArrayLike], donated: Container[int]) -> Sequence[Arra
 def consume(
     leaf: ArrayLike, placed: Sequence[Mapping[int, jax.Array]], kept: Mapping[int, jax.Array], shared: bool
 ) -> None:
-    """Deletes a donated argument, as `jax.jit` does, except for buffers that the step returned as they came.
+    """Deletes a donated argument, as `jax.jit` does, except for buffers that the step returned unchanged.
 
     Args:
       leaf: the argument.
-      placed: its array in each group that reads it; of an array that is cut, that of each piece.
+      placed: its array in each group that reads it; if the argument is cut into pieces, the arrays of each piece.
       kept: the step's results, by `id`.
       shared: whether groups share devices.
     """
@@ -84,6 +84,6 @@ def consume(
 
 
 def _buffers(arrays: Iterable[jax.Array]) -> set[int]:
-    """Addresses of the shards that arrays have here."""
+    """Returns the addresses of the shards that arrays have in this process."""
     live = (a for a in arrays if not a.is_deleted() and not keys.is_key(a.dtype))
     return {s.data.unsafe_buffer_pointer() for a in live for s in a.addressable_shards}

@@ -1,7 +1,7 @@
 """Walks the instructions of a step: one loop over a flat list, with integer slots and arguments bound beforehand.
 
-Nothing is looked up by name and no pytree is touched per task; nothing waits for a device. Profiles, checks for NaNs
-and timed steps are the same loop over instructions that do something more.
+Per task, the loop looks up no names, touches no pytree and waits for no device. Profiles, checks for NaNs and timed
+steps are the same loop over instructions that do something more.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ class Executor:
     """Runs this process's part of a checked program.
 
     Args:
-      whole: the step as the user calls it.
+      whole: the trace of the step that the user calls.
 
     Attributes:
-      bindings: what it runs.
-      job: the processes that the step runs in; None where all groups are of this one.
+      bindings: the bound instructions that it runs.
+      job: the processes that the step runs in; None where all groups belong to this one.
       ranks: the processes of all groups.
-      program: of all groups.
-      flight: when it began each of its last instructions.
+      program: the program of all groups.
+      flight: the times at which it began its latest instructions.
     """
 
     def __init__(self, programs: StepPrograms, program: Program, whole: Trace):
@@ -71,7 +71,7 @@ class Executor:
         self._num_steps = 0
         self.call_number = 0
         self._next_piece: int | None = None
-        self._epoch = 0  # of the job, when the processes have agreed on the plan
+        self._epoch = 0  # the job's epoch in which the processes agreed on the plan
         self._programs = programs
         self._arguments = whole.in_names, [v.aval for v in whole.arguments]
         outline = programs.outline
@@ -79,12 +79,12 @@ class Executor:
         placed = {name: f"in groups {sorted(of_argument)}" for name, of_argument in groups}
         self._ways = whole.fixed, {"the arguments": f"in the structure {whole.in_tree}", **placed}
         account = ledger.of_process(jax.process_index)
-        # A collective of several processes waits for them: what it takes is not this process's own.
+        # A collective of several processes waits for all of them, so its time says nothing about this process.
         own = None if any(len(ranks) > 1 for ranks in programs.mesh.processes) else self._activity
         self._accounts = None if account is None else Accounts(account, self.bindings, programs.mesh.groups, own)
         self._is_finished = False
         self._instructions = self._bound()
-        if joining.current() is not None:  # whose watchdog gives compiling more time than a step
+        if joining.current() is not None:  # a job's watchdog allows more time for compiling than for a step
             self.finish()
 
     def _bind(self, programs: StepPrograms, program: Program) -> Bindings:
@@ -107,7 +107,7 @@ class Executor:
           Per flat result, `{group: array}`.
         """
         slots = self._fill(arguments)
-        # What one group sends to another is no transfer that the user wrote.
+        # The user did not write the transfers between groups, so the user's transfer guard does not apply to them.
         with jax.transfer_guard_device_to_device("allow"):
             if self._accounts is None:
                 self._run_once(slots)
@@ -118,7 +118,7 @@ class Executor:
 
     @property
     def _work(self) -> Hashable:
-        """What calls have in common that are the same work for the devices, in whatever order."""
+        """A key of the work that a call gives its devices. Calls with equal keys do equal work, in any order."""
         return ()
 
     def _run_once(self, slots: SlotValues, measured: Measured | None = None) -> None:
@@ -130,13 +130,13 @@ class Executor:
     def timed(
         self, arguments: Sequence[Mapping[int, jax.Array]], step: int
     ) -> tuple[list[dict[int, jax.Array]], Callable[[], RecordedTimes]]:
-        """Runs the step once, as a call does, and notes when everything of this process ran.
+        """Runs the step once, as a call does, and records when each instruction of this process ran.
 
         Args:
           step: its number, for the rows.
 
         Returns:
-          The results, and what makes the rows, on this process's clock, when no step follows.
+          The results, and a slow function that returns the rows, in times of this process's clock.
         """
         slots = self._fill(arguments)
         self.finish()
@@ -151,7 +151,7 @@ class Executor:
         return self._collect(slots), rows
 
     def prepare(self) -> bool:
-        """Agrees on the plan and warms up collectives, once: whether this was that time."""
+        """Agrees on the plan and warms up collectives, once. Returns whether this call did so."""
         if self.job is None or (self._next_piece is not None and self._epoch == self.job.epoch):
             return False
         if any(len(processes) > 1 for processes in self._programs.mesh.processes):
@@ -167,18 +167,18 @@ class Executor:
         return plan_of(self._programs, self.program)
 
     def _note(self, number: int, values: Values = (), makers: Sequence[int] = ()) -> Note:
-        """Of the next call; `number` is 0 before the processes have agreed on the program."""
+        """Returns the note of the next call; `number` is 0 before the processes have agreed on the program."""
         assert self.job is not None
         step = self.job.activity.step + 1
         return Note(f"called {self._programs.name}", number, step, *self._arguments, values, makers, *self._ways)
 
     def compare(self, given: Given, makers: Sequence[int], is_first: bool) -> None:
-        """Has the next call compared with those of the other processes: a first call now, others while they run.
+        """Compares the next call with the calls of the other processes: a first call now, later calls while they run.
 
         Args:
-          given: by position, those that this process gives as arrays of its own.
-          makers: of each argument, the number of the result of a call that it is.
-          is_first: as `prepare` has said.
+          given: by position, the arguments that are arrays of this process.
+          makers: per argument, the number of the call result that it is.
+          is_first: the return value of `prepare`.
 
         Raises:
           ScheduleError: this call or an earlier one differs.
@@ -194,7 +194,7 @@ class Executor:
             self.job.calls.settle(self.ranks)
 
     def _tell_of_uncompared(self, positions: Sequence[int]) -> None:
-        """In the second call: which arguments only the first call has compared. State is an `MpmdArray` by now."""
+        """Warns, in the second call, of arguments that only the first call compared. State is an `MpmdArray` by now."""
         if names := ", ".join(self._arguments[0][i] for i in dict.fromkeys(positions)):
             warnings.warn(
                 f"mpmd: {names} of {self._programs.name} come on a device. From the second call on their values are not"
@@ -210,18 +210,18 @@ class Executor:
 
     @property
     def notes(self) -> list[str]:
-        """What `explain()` says of how it runs."""
+        """Lines of `explain()` about the way it runs."""
         return []
 
     @property
     def transport(self) -> str:
-        """How values go between groups, for `explain()`."""
+        """The means of transfer between groups, for `explain()`."""
         if self.job is None:
             return "by jax.device_put"
         return f"by jax.device_put in this process, between processes by {wires.wire_class(self.job).name}"
 
     def recorded(self) -> dict[str, Any]:
-        """What the flight recorder writes of this step's program."""
+        """Returns the flight recorder's entry for this step's program."""
         words = [(b.group, b.text) for b in self.bindings.instructions]
         return {
             **record_of(self.flight, self._programs.name, self._program_of_call, words),
@@ -234,16 +234,16 @@ class Executor:
 
     @property
     def _counts(self) -> dict[int, int]:
-        """Per loop whose number of microbatches belongs to the call, this number."""
+        """The number of microbatches of each loop for which every call chooses that number."""
         return {}
 
     def text(self, position: int) -> str:
-        """An instruction in words, for the watchdog."""
+        """Returns an instruction in words, for the watchdog."""
         instructions = self.bindings.instructions
         return instructions[position].text if position < len(instructions) else ""
 
     def peers(self, position: int) -> tuple[int, ...]:
-        """The other ranks whose part in an instruction it may wait for."""
+        """Returns the other ranks that an instruction may wait for."""
         instructions = self.bindings.instructions
         if self.job is None or position >= len(instructions) or instructions[position].code != RUN:
             return ()
@@ -252,7 +252,7 @@ class Executor:
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[int]:
-        """Around the instructions of a step, which the watchdog looks at; the number of the step's first piece."""
+        """Lets the watchdog watch the instructions of a step. Yields the number of the step's first piece."""
         self._num_steps += 1
         if self._activity is None:
             self.flight.begin(self._num_steps)
@@ -271,14 +271,14 @@ class Executor:
             self._activity.leave_step()
 
     def _first_piece(self) -> int:
-        """The number of the first piece of the next step."""
+        """Takes the piece numbers of the next step, and returns the first."""
         assert self._next_piece is not None
         base = self._next_piece
         self._next_piece += self.bindings.num_pieces
         return base
 
     def _walk(self, slots: SlotValues, instructions: Sequence[Instruction], base: int) -> None:
-        """Does the instructions one after the other."""
+        """Runs the instructions one after the other."""
         number, begun, now = 0, self.flight.times, time.perf_counter
         try:
             for code, act, reads, writes, frees, number in instructions:
@@ -301,14 +301,14 @@ class Executor:
             raise
 
     def _failed(self, error: Exception, number: int, left: Iterable[Instruction], base: int) -> None:
-        """An error has come from an instruction: nobody waits for those that are left."""
+        """Handles an error of an instruction: releases processes that wait for the instructions left."""
         give_up((self._instructions[i[-1]][1] for i in left), base)
         error.add_note(f"jax-mpmd: while it ran {self.text(number)}")
-        if self._alone is not None:  # in a job the watchdog does it, if nobody catches the error
+        if self._alone is not None:  # in a job the watchdog does this, for uncaught errors
             error.add_note(self._alone.failed(error))
 
     def _chosen(self) -> list[Instruction]:
-        """The instructions; each in a span of its own while a profile is taken, or looking at what it returns."""
+        """Returns the instructions: each in its own span during a profile, each with a check if NaNs are errors."""
         if not self._is_finished:
             if not compat.is_profiling() and not nans.are_errors():
                 return self._first()
@@ -325,13 +325,13 @@ class Executor:
         return [b.walked(number) for number, b in enumerate(self.bindings.instructions)]
 
     def _take(self, bindings: Bindings, instructions: list[Instruction], flight: Flight) -> None:
-        """The next call runs this."""
+        """Makes the next call run these instructions."""
         self.bindings, self._instructions, self.flight = bindings, instructions, flight
         for name in ("_recorder", "_annotated"):
             vars(self).pop(name, None)
 
     def _first(self) -> list[Instruction]:
-        """The instructions of a first step, which begins while later programs are compiled or loaded.
+        """Returns the instructions of a first step, which begins while later programs are compiled or loaded.
 
         Each waits for its own program. One that takes over an argument waits for all, so that no error loses arguments.
         """
@@ -370,10 +370,10 @@ class Executor:
 
 
 def _annotated(fun: Callable, name: str, group: int, tasks: Sequence[Task]) -> Callable:
-    """`fun`, which shows in profiles as `name`, with the group and the tasks that it runs.
+    """Wraps `fun` so that profiles show it as `name`, with the group and the tasks that it runs.
 
-    Of a task, the span's name ends with the microbatch (`gpt_stage2_F microbatch 3`), and its arguments are the group,
-    the stage, the kind and the microbatch.
+    The span of a task has a name that ends with the microbatch (`gpt_stage2_F microbatch 3`), and the group, the
+    stage, the kind and the microbatch as arguments.
     """
     details: dict[str, object] = {"group": group}
     if tasks:

@@ -1,4 +1,4 @@
-"""Checks the arguments of a call, and brings them to the groups that read them."""
+"""Checks the arguments of a call, and moves them to the groups that read them."""
 
 import copy
 import functools
@@ -22,11 +22,11 @@ from mpmd.tracing.arguments import Args, Kwargs, check_leaves, leaf_type, short_
 
 
 class Inputs:
-    """What a compiled step takes.
+    """The inputs of a compiled step.
 
     Attributes:
       shardings, avals: per flat argument.
-      pieces: type and sharding of each array that the programs take: of an argument, or of a piece of one.
+      pieces: type and sharding of each array that the programs take: an argument, or a piece of one.
       constants: the arrays that the step's function has captured, `{group: array}` each.
     """
 
@@ -59,10 +59,10 @@ class Inputs:
         return MpmdSharding(self.shardings[0].mpmd_mesh, (), PartitionSpec())
 
     def dealt(self, absent: Set[int], more: Sequence[tuple[str, compat.Aval, MpmdSharding]]) -> "Inputs":
-        """The inputs of a call with a list of microbatches, whose arrays come last.
+        """Returns the inputs of a call with a list of microbatches. The arrays of the microbatches come last.
 
         Args:
-          absent: positions of arguments in whose place they come; a call has anything there.
+          absent: positions of the arguments that these arrays replace; a call may have anything there.
           more: name, type and sharding of each array of the microbatches.
         """
         found, nowhere = copy.copy(self), self._nowhere
@@ -78,10 +78,10 @@ class Inputs:
         return found
 
     def checked(self, args: Args, kwargs: Kwargs) -> list[ArrayLike]:
-        """The flat arguments, if they are those that the step was compiled for.
+        """Returns the flat arguments, after a check that the step was compiled for arguments like these.
 
         Raises:
-          TypeError: they have other shapes or another structure.
+          TypeError: they have other shapes or dtypes, or another structure.
         """
         leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self._whole.in_tree:
@@ -103,7 +103,7 @@ class Inputs:
         return leaves
 
     def zeros(self) -> list[dict[int, jax.Array]]:
-        """Arguments that hold zeros, those of this process."""
+        """Returns arguments of zeros, on the devices of this process."""
         return [
             {
                 g: jax.jit(functools.partial(keys.zeros, aval.shape, aval.dtype), out_shardings=s.group_sharding(g))()
@@ -114,7 +114,7 @@ class Inputs:
         ]
 
     def fit(self, leaves: Sequence[ArrayLike]) -> bool:
-        """Whether every MpmdArray is where the step reads it, or may be put there. A traced value fits nowhere."""
+        """Returns whether every MpmdArray is where the step reads it, or may be moved there. A tracer never fits."""
         for x, sharding in zip(leaves, self.shardings, strict=True):
             if isinstance(x, compat.Tracer):
                 return False
@@ -129,7 +129,7 @@ class Inputs:
         return True
 
     def misplaced(self, leaves: Sequence[ArrayLike]) -> list[int]:
-        """The positions of MpmdArrays that are elsewhere and may be moved."""
+        """Returns the positions of MpmdArrays that are elsewhere and may be moved."""
         return [
             i
             for i, (x, sharding) in enumerate(zip(leaves, self.shardings, strict=True))
@@ -141,12 +141,12 @@ class Inputs:
     def place(
         self, leaves: Sequence[ArrayLike], given: list[tuple[int, jax.Array | np.ndarray]] | None = None
     ) -> list[dict[int, jax.Array]]:
-        """Per array that the programs take, that array in each group that reads it.
+        """Returns, per array that the programs take, the array in each group that reads it.
 
-        Those that are not there are put there in one batch.
+        Arrays that are not on their groups yet are moved in one batch.
 
         Args:
-          given: gets these, by the position of the argument, apart from MpmdArrays; host arrays as copies.
+          given: receives the moved arrays except MpmdArrays, with the argument's position; host arrays as copies.
         """
         arguments: list[dict[int, jax.Array]] = []
         pending: list[tuple[dict[int, jax.Array], int]] = []
@@ -170,7 +170,7 @@ class Inputs:
                 if isinstance(piece, jax.Array):
                     _check_movable(piece, where)
                 else:
-                    # A copy: on CPU devices the array may stay where numpy has it. It may stand for an absent key.
+                    # A copy, since an array on CPU devices may share numpy's memory. It may replace an absent key.
                     piece = np.array(piece, keys.data_dtype(aval.dtype))
                 if given is not None and not isinstance(x, MpmdArray):
                     given.append((i, piece))
@@ -189,8 +189,8 @@ class Inputs:
 
 @functools.lru_cache(maxsize=4096)
 def split_sharding(like: MpmdSharding, rows: Rows, groups: tuple[int, ...]) -> MpmdSharding:
-    """The sharding of an array whose pieces are in `groups`, each laid out there as `like` says. Equal ones are one
-    object, so that state which comes back is recognised at a glance.
+    """Returns the sharding of an array with pieces in `groups`, each laid out like `like`. Equal shardings are one
+    object, so that a comparison by identity recognises state that comes back.
     """
     split: dict[int, list[tuple[int, int]]] = {}
     for group, ends in zip(groups, rows.ranges, strict=True):
@@ -199,14 +199,14 @@ def split_sharding(like: MpmdSharding, rows: Rows, groups: tuple[int, ...]) -> M
 
 
 def _pieces_in_place(x: MpmdArray, rows: Rows, shardings: Sequence[MpmdSharding]) -> Iterator[dict[int, jax.Array]]:
-    """The pieces of an array that is split just so."""
+    """Yields the pieces of an array that already has this split."""
     arrays: dict[Key, jax.Array] = x._arrays
     for ends, sharding in zip(rows.ranges, shardings, strict=True):
         yield {sharding.groups[0]: arrays[ends]} if ends in arrays else {}
 
 
 def _pieces(x: ArrayLike, rows: Rows | None) -> Sequence[ArrayLike]:
-    """The pieces of any array that can be read here."""
+    """Returns the pieces of any array that this process can read."""
     if isinstance(x, MpmdArray):
         x = x._readable()
     if rows is None:
@@ -215,7 +215,7 @@ def _pieces(x: ArrayLike, rows: Rows | None) -> Sequence[ArrayLike]:
 
 
 def _check_movable(x: jax.Array, sharding: MpmdSharding) -> None:
-    """An array that is neither traced, nor spread over other processes in another way than it is wanted."""
+    """Raises an error for a tracer, and for an array that spans other processes in another layout than the step's."""
     if isinstance(x, compat.Tracer):
         check_leaves([x], ["an argument"])
     if not all(device_put.is_placeable(x, sharding.group_sharding(g)) for g in sharding.groups):

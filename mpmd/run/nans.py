@@ -12,17 +12,17 @@ from mpmd import _jax_compat as compat
 
 
 def are_errors() -> bool:
-    """Whether JAX is configured to raise where a NaN or an infinity arises."""
+    """Returns whether JAX is configured to raise where a NaN or an infinity arises."""
     return compat.setting("jax_debug_nans") or compat.setting("jax_debug_infs")
 
 
 def checked(act: Callable, text: str, looks_at_results: bool) -> Callable:
-    """An instruction that raises FloatingPointError with its name for what JAX is configured to find.
+    """Wraps an instruction to raise FloatingPointError, with its name, for the values that JAX is configured to find.
 
     Args:
-      act: what it calls.
+      act: the callable of the instruction.
       text: the instruction in words.
-      looks_at_results: whether it computes; else JAX's own checks alone speak.
+      looks_at_results: whether to check the results, as for computations; else JAX's own checks are the only ones.
     """
 
     def run(*args):
@@ -30,7 +30,7 @@ def checked(act: Callable, text: str, looks_at_results: bool) -> Callable:
             results = act(*args)
         except compat.InternalFloatingPointError as e:
             raise _error(str(e.args[-1]), text) from None
-        if looks_at_results and args:  # accumulators start from nothing, perhaps at infinity
+        if looks_at_results and args:  # programs without inputs start accumulators, perhaps at infinity
             _check(results, text)
         return results
 

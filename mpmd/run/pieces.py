@@ -1,6 +1,6 @@
 """Cuts an array into pieces: one for each part of a target shard that one source shard has.
 
-Planned from the shardings alone, alike in every process.
+The plan depends only on the shardings, so that every process makes the same.
 """
 
 import functools
@@ -26,10 +26,10 @@ class Piece(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def pieces(source: jax.sharding.Sharding, target: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """How an array goes from one sharding to another: every target shard, cut by the source shards.
+    """Returns the pieces that bring an array from one sharding to another: every target shard, cut by source shards.
 
-    All processes come to the same answer. Of several replicas, one on the target's device is taken, else one of its
-    process, else they take turns.
+    The answer is the same in all processes. From several replicas, it takes the one on the target's device, else one
+    in the target's process, else each in turn.
     """
     holders: dict[Box, list[Device]] = {}
     for device, box in device_boxes(source, shape).items():
@@ -47,15 +47,15 @@ def pieces(source: jax.sharding.Sharding, target: jax.sharding.Sharding, shape: 
 
 
 class Share(NamedTuple):
-    """What one process has to do with the pieces of an array.
+    """The part of one process in moving the pieces of an array.
 
     Attributes:
-      num_pieces: of all processes.
-      mine: those that come from or go to a device of this process, in the order that all processes share.
+      num_pieces: the number of pieces of all processes.
+      mine: pieces that come from or go to a device of this process, in the order that all processes share.
       sources: per device of the source sharding, the box that it holds.
-      targets: per device of this process, the box that it gets.
-      starts: per such device, where its pieces begin in its box.
-      only: a piece from elsewhere that is all that this process gets or gives: there is nothing to put together.
+      targets: per device of this process, the box that it receives.
+      starts: per such device, the starts of its pieces in its box.
+      only: the single piece of this process, if it arrives from elsewhere and needs no assembly.
     """
 
     num_pieces: int
@@ -73,7 +73,7 @@ class Share(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def share(source: jax.sharding.Sharding, target: NamedSharding, shape: tuple[int, ...]) -> Share:
-    """The share of this process in an array's way from one sharding to another."""
+    """Returns this process's part in moving an array from one sharding to another."""
     found = pieces(source, target, shape)
     mine = tuple(p for p in found if is_local(p.source) or is_local(p.target))
     targets = {d: box for d, box in device_boxes(target, shape).items() if is_local(d)}

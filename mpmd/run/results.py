@@ -1,4 +1,4 @@
-"""Makes the results of a step of the arrays that its programs give."""
+"""Builds the results of a step from the arrays that its programs return."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from mpmd.run.inputs import split_sharding
 
 
 class Results:
-    """What a compiled step gives.
+    """The results of a compiled step.
 
     Attributes:
       shardings: per flat result.
@@ -43,11 +43,11 @@ class Results:
         self._on_no_device = [(n, about) for n, about in enumerate(self._about) if about[2] == jax.dtypes.float0]
 
     def arrays(self, results: Sequence[Mapping[int, jax.Array]], made_by: int) -> list[MpmdArray | np.ndarray]:
-        """The results of one call. Gradients of integers (float0) are on no device, as under `jax.jit`.
+        """Returns the results of one call. Gradients of integers (float0) are on no device, as under `jax.jit`.
 
         Args:
           results: per result of the programs, its array in each group of this process.
-          made_by: the number of the call, from which those of its results count on; 0 if it has none.
+          made_by: the number of the call, which is also the number of its first result; 0 if it has none.
         """
         found: list[MpmdArray | np.ndarray] = []
         for n, (k, pieces, about) in enumerate(zip(self._first, self._pieces, self._about, strict=True)):

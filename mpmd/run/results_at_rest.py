@@ -1,4 +1,4 @@
-"""What an audited call has returned: its bits are to stay as they are while it lies in the memory of devices."""
+"""The results of an audited call, to check that their bits do not change while they are in device memory."""
 
 import functools
 import threading
@@ -17,14 +17,14 @@ from mpmd.run.digests import digests
 
 
 class ResultsAtRest:
-    """What a call has returned, and the digests that devices make of it at once, to compare it with later.
+    """The results of a call, and digests that the devices make of them at once, for a later comparison.
 
-    What lies in the memory of the host is left out: it may not fit into that of the device.
+    Arrays in host memory are left out: they may not fit into device memory.
 
     Args:
-      what: for people: one of them.
+      what: a description of one result, for messages.
       results: per result, `{group: array}`.
-      job: None where all groups are this process's.
+      job: None where all groups belong to this process.
     """
 
     def __init__(self, what: str, results: Sequence[Mapping[int, jax.Array]], job: Job | None):
@@ -35,12 +35,12 @@ class ResultsAtRest:
         self._first = self._digests(dict(enumerate(arrays)))
 
     def look(self, *, is_last: bool = False) -> audits.Look | None:
-        """Has devices make the digests of those results anew that are still there.
+        """Starts new digests of the results that still exist.
 
         Args:
-          is_last: none is looked at after that, since a step may take over their memory.
+          is_last: later looks find no results, since a step may take over their memory.
         """
-        with self._lock:  # what another thread has begun to look at is not donated before its programs are queued
+        with self._lock:  # no result is donated before another thread has queued the programs that look at it
             there = {
                 k: (group, x)
                 for k, (group, ref) in enumerate(self._arrays)
@@ -50,14 +50,14 @@ class ResultsAtRest:
                 self._arrays = []
             try:
                 now = self._digests(there)
-            except (RuntimeError, ValueError):  # deleted, or what made it has failed: who needs it hears of that
+            except (RuntimeError, ValueError):  # deleted, or its program has failed: reading it raises the error
                 return None
         return audits.Look(self._what, functools.partial(self._changed, now), self._job) if now else None
 
     def _digests(
         self, arrays: Mapping[int, tuple[int, jax.Array]]
     ) -> dict[tuple[int, Device], tuple[list[int], jax.Array]]:
-        """Per group and device: which of the arrays it has, and their digests."""
+        """Returns, per group and device, the numbers of the arrays that it holds, and their digests."""
         found: dict[tuple[int, Device], dict[int, jax.Array]] = {}
         for k, (group, x) in arrays.items():
             for device, block in compat.shards(x).items():
@@ -73,5 +73,5 @@ class ResultsAtRest:
                 group, device = place
                 changed.setdefault(group, []).append(f"rank {device.process_index}: {device}")
         if changed:
-            self._arrays = []  # it is said once
+            self._arrays = []  # the change is reported once
         return [f"group {group} ({', '.join(names)})" for group, names in changed.items()]

@@ -17,14 +17,14 @@ from mpmd.run.pieces import Piece, share
 
 
 class ValueRoute:
-    """How one value goes between two shardings, as far as this process takes part.
+    """This process's part in moving one value between two shardings.
 
     Args:
       job: the processes.
       source, target: the shardings.
       aval: the value's shape and dtype.
-      first: the number of the transfer's first piece, among all of a program.
-      keep: the source may be donated or deleted by the user later, so that copies of it are sent.
+      first: the number of the transfer's first piece, among all pieces of a program.
+      keep: whether to send copies, since the user may donate or delete the source later.
       text: the transfer in words.
 
     Attributes:
@@ -73,7 +73,7 @@ class ValueRoute:
         arrived: list[jax.Array] = []
         for device, found in parts.items():
             shape = self.share.targets[device].shape
-            if not found:  # nothing in it
+            if not found:  # the shard is empty
                 arrived.append(keys.zeros(shape, self._aval.dtype, device))
             elif len(found) == 1 and found[0].shape == shape:
                 arrived.append(found[0])
@@ -102,7 +102,7 @@ class ValueRoute:
         return keys.from_data(data, self._aval.dtype)
 
     def _part(self, shard: jax.Array, piece: Piece) -> jax.Array:
-        """The piece of a shard, in device memory."""
+        """Returns the piece of a shard, in device memory."""
         held = self.share.sources[piece.source]
         if shard.sharding.memory_kind not in (None, piece.source.default_memory().kind):
             shard = jax.device_put(shard, SingleDeviceSharding(piece.source))

@@ -1,9 +1,9 @@
 """Bounds how far a group runs ahead of another one that it sends to.
 
-In training nothing else is needed: forward passes wait for parameters, and these for gradients. In a loop that only
-goes forward, and in a step without a loop, nothing holds a fast stage up: it would start all its tasks, of later steps
-too, and each value that it sends is kept until it is taken. So the receiver says after every few values that it has
-come this far, and the sender goes no further ahead than that. The receiver in turn waits for its own tasks.
+Training needs no bound: forward passes wait for parameters, and parameters wait for gradients. In a forward-only loop,
+and in a step without a loop, nothing holds a fast stage back: it would start all its tasks, even of later steps, and
+each value that it sends is kept until it is received. So the receiver reports its progress after every few values, and
+the sender stays within a limit of the last report. The receiver in turn waits for its own tasks.
 """
 
 import functools
@@ -19,7 +19,7 @@ from mpmd.job.job import Job
 from mpmd.job.wires import NUMBER_BITS
 from scheduler import Program, Value
 
-# From one word of the receiver to the next; a sender is at most three times as far ahead.
+# From one report of the receiver to the next; a sender is at most three times as far ahead.
 _FEWEST, _MOST = 4, 256  # values
 _BYTES = 16 << 20  # of small values
 
@@ -33,7 +33,7 @@ class Tasks:
         self._done: deque[jax.Array] = deque()
 
     def counted(self, fun: Callable) -> Callable:
-        """`fun`, an executable of the group."""
+        """Wraps `fun`, an executable of the group, to count its calls."""
 
         def run(*args):
             results = fun(*args)
@@ -51,7 +51,7 @@ class Tasks:
 
 @functools.partial(jax.jit, keep_unused=True)
 def after(x: jax.Array) -> Any:
-    """A value that is there as soon as `x` is; `x` may be donated meanwhile."""
+    """Returns a value that is ready as soon as `x` is; `x` may be donated meanwhile."""
     return False
 
 
@@ -60,7 +60,7 @@ class Flow:
 
     Args:
       senders, receivers: the processes of both groups.
-      tasks: of the receiving group.
+      tasks: the tasks of the receiving group.
     """
 
     def __init__(self, job: Job, name: str, senders: Iterable[int], receivers: Iterable[int], tasks: Tasks):
@@ -74,7 +74,7 @@ class Flow:
         self._epoch = job.epoch
 
     def sending(self, carry: Callable) -> Callable:
-        """`carry`, which sends the next value of a step."""
+        """Wraps `carry`, which sends the next value of a step, to wait for the receiver's reports."""
         index = self._next()
 
         def send(x: jax.Array, base: int):
@@ -89,7 +89,7 @@ class Flow:
         return send
 
     def receiving(self, carry: Callable) -> Callable:
-        """`carry`, which receives the next value of a step."""
+        """Wraps `carry`, which receives the next value of a step, to report progress to the senders."""
         index = self._next()
 
         def receive(x: jax.Array | None, base: int):
@@ -108,7 +108,7 @@ class Flow:
                 self._job.store.key_value_set(self._key(turn, base, rank, self._job.rank), "", allow_overwrite=True)
 
     def _begins(self, turn: int) -> bool:
-        """Whether a value is the first one of its turn; a list of few microbatches may leave turns out."""
+        """Returns whether a value is the first of its turn; a list of few microbatches may skip turns."""
         if self._epoch != self._job.epoch:
             self._epoch = self._job.epoch
             self._begun.clear()
@@ -122,7 +122,7 @@ class Flow:
         return self.per_step - 1
 
     def _turn(self, index: int, base: int) -> int:
-        """How often as many values as are in a turn came before, over all steps."""
+        """Returns the turn of a value: the number of full turns before it, counted over all steps."""
         count = (base & ((1 << self.number_bits) - 1)) // self.pieces_per_step * self.per_step + index
         return count // self.every
 
@@ -131,7 +131,7 @@ class Flow:
 
 
 class Limits:
-    """Which transfers of a program are held up, and by what."""
+    """The limits on the transfers of a program: which of them wait, and for which reports."""
 
     def __init__(
         self, job: Job, programs: StepPrograms, program: Program, number_bits: int = NUMBER_BITS,
@@ -147,13 +147,13 @@ class Limits:
 
     @classmethod
     def none(cls, job: Job, programs: StepPrograms, program: Program) -> "Limits":
-        """Of a program that runs now and then between others, which are limited."""
+        """Returns no limits, for a program that runs now and then between limited ones."""
         found = cls(job, programs, program)
         found._is_one_way, found._in_one_way = False, set()
         return found
 
     def flow(self, source: int, target: int, value: Value) -> Flow | None:
-        """What holds up a transfer; None where the schedule does."""
+        """Returns the flow that limits a transfer; None where the schedule bounds it already."""
         senders, receivers = self._mesh.processes[source], self._mesh.processes[target]
         if not set(senders).isdisjoint(receivers):
             return None
@@ -169,16 +169,16 @@ class Limits:
         return flow
 
     def begin(self) -> None:
-        """The transfers of a program come, the first one first; those of equal programs are held up alike."""
+        """Begins the transfers of a program, from the first one; equal programs get equal limits."""
         for flow in self._flows.values():
             flow.per_step = 0
 
     def counted(self, group: int, fun: Callable) -> Callable:
-        """An executable of a group, counted if the group is waited for."""
+        """Wraps an executable of a group to count its calls, if a sender waits for the group."""
         return self._tasks[group].counted(fun) if group in self._tasks else fun
 
     def close(self, num_pieces: int) -> None:
-        """All transfers have been seen."""
+        """Ends the transfers of a program, which have so many pieces."""
         for flow in self._flows.values():
             flow.pieces_per_step = num_pieces
 
@@ -188,10 +188,10 @@ def _only_goes_forward(loop: LoopProgram) -> bool:
 
 
 def give_up(acts: Iterable[Any], base: int) -> None:
-    """A step ends on the way: nobody need wait until this process receives the rest of it.
+    """Ends a step early: releases senders that would wait for this process to receive the rest of the step.
 
     Args:
-      acts: what the instructions that are left would call.
+      acts: the callables of the instructions that are left.
     """
     for act in acts:
         if hasattr(act, "give_up"):

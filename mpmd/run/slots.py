@@ -1,4 +1,4 @@
-"""Numbers for the values of a step: they stand in one list, and each value of each group has a slot in it."""
+"""Numbers for the values of a step: one list holds them all, and each value of each group has a slot in it."""
 
 import copy
 from collections.abc import Hashable, Iterable, Mapping
@@ -14,15 +14,15 @@ from mpmd.job.job import Job
 from mpmd.run import device_put
 from scheduler import Value
 
-SlotValues = list[Any]  # by slot: an array, or None where it is not there yet or no more
+SlotValues = list[Any]  # by slot: an array, or None before it is made and after it is freed
 
 
 class Slots:
-    """Numbers the values that groups of this process hold.
+    """Slot numbers of the values that groups of this process hold.
 
     Attributes:
-      names: of variables around the loops.
-      numbers: by group and loop, where the number of each microbatch stands.
+      names: names of the variables outside the loops.
+      numbers: by group and loop, the slot of each microbatch's number.
     """
 
     def __init__(self, mesh: MpmdMesh, job: Job | None):
@@ -34,10 +34,10 @@ class Slots:
         self._constants: dict[int, tuple[np.generic, Device | NamedSharding]] = {}
 
     def extended(self, alike: Mapping[tuple[int, Value], tuple[int, Value]]) -> "Slots":
-        """These numbers, and others for new values.
+        """Returns a copy of these numbers, to which new values can be added.
 
         Args:
-          alike: values of groups that have the numbers of others.
+          alike: maps a new value of a group to the value that it shares a slot with.
         """
         found = copy.copy(self)
         found.names = self.names.copy()
@@ -51,7 +51,7 @@ class Slots:
         return self._numbers.setdefault((group, value), len(self._numbers))
 
     def values(self, numbers: Iterable[int]) -> list[Any]:
-        """What stands in slots: values, and constants themselves."""
+        """Returns the value of each slot; for the slot of a constant, the constant itself."""
         known = {slot: value for (_, value), slot in self._numbers.items()}
         return [self._constants[slot][0] if slot in self._constants else known[slot] for slot in numbers]
 
@@ -66,25 +66,25 @@ class Slots:
         return {slot for (_, v), slot in values if isinstance(v, Value) and v.microbatch is not None}
 
     def sizes(self, nbytes: Mapping[str, int]) -> dict[int, tuple[int, int]]:
-        """Per slot of a value, its group and its bytes."""
+        """Maps the slot of each value to its group and its bytes."""
         values = [(slot, group, v) for (group, v), slot in self._numbers.items() if isinstance(v, Value)]
         return {slot: (group, nbytes.get(v.name, 0)) for slot, group, v in values}
 
     def around(self, group: int, v: compat.Var) -> int:
-        """The slot of a variable of the step, outside of the loops."""
+        """Returns the slot of a variable of the step, outside of the loops."""
         return self.of(group, Value(self.names[v]))
 
     def of_all(self, held: Iterable[tuple[compat.Var, Iterable[int]]]) -> list[list[tuple[int, int]]]:
-        """Per variable, the groups of this process that hold it and its slots there."""
+        """Returns, per variable, the groups of this process that hold it and its slots there."""
         local = self._mesh.local_groups
         return [[(g, self.around(g, v)) for g in sorted(groups) if g in local] for v, groups in held]
 
     def of_constant(self, group: int, value: np.generic) -> int:
-        """The slot of a number that each step takes, a constant of a program."""
+        """Returns the slot of a number that is a constant of a program."""
         return self._of_number(group, ("constant", str(value.dtype), int(value)), value)
 
     def of_microbatch(self, group: int, loop: int, microbatch: int) -> int:
-        """The slot of a microbatch's number."""
+        """Returns the slot of a microbatch's number."""
         slot = self._of_number(group, ("microbatch", loop, microbatch), np.int32(microbatch))
         self.numbers.setdefault((group, loop), {})[microbatch] = slot
         return slot
@@ -98,7 +98,7 @@ class Slots:
         return slot
 
     def template(self) -> SlotValues:
-        """All slots before a step. The constants are put on devices at once."""
+        """Returns all slots as they are before a step. Puts all constants on devices in one batch."""
         slots: SlotValues = [None] * len(self)
         if self._constants:
             values, targets = map(list, zip(*self._constants.values(), strict=True))

@@ -1,7 +1,7 @@
-"""Notes when each program and transfer of a step starts and ends, while the step runs as ever.
+"""Records when each program and transfer of a step starts and ends, while the step runs as usual.
 
-Nothing in the step waits. Threads beside it wait for the results: one for each set of devices, which work in order, and
-one for each pair of groups that values go between.
+The step itself does not wait. Separate threads wait for the results: one for each set of devices, since these work in
+order, and one for each pair of groups that exchange values.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from mpmd.observe.records import Moved, Ran, RecordedTimes, Sent, Way
 from mpmd.run.bound_instruction import ALIAS, MOVE, RECV, RUN, SEND, BoundInstruction
 from mpmd.run.run_ahead import after
 
-# How long Python lets a thread run while another one has a time to note.
+# Python's switch interval, short so that a thread records a time soon.
 _SWITCH_S = 2e-4
 
 
@@ -32,10 +32,10 @@ class Recorder:
     """Times the instructions of a process.
 
     Args:
-      bound: all of them, in order.
+      bound: all instructions, in order.
       groups: the meshes of all groups.
       rank: this process.
-      given_away: more slots that nothing is to keep alive: results, whose memory the next step may take over.
+      given_away: further slots that the recorder must not keep alive: results that the next step may take over.
 
     Attributes:
       order: the numbers of the instructions in the order in which the last step did them.
@@ -58,21 +58,21 @@ class Recorder:
         self._is_warm = False
 
     def wrapped(self, instructions: Sequence[tuple]) -> list[tuple]:
-        """The instructions, as the executor walks them, each with a note of its times."""
+        """Wraps the instructions that the executor walks, so that each records its times."""
         return [
             (code, self._noting(code, act, self._bound[number], number), reads, writes, frees, number)
             for code, act, reads, writes, frees, number in instructions
         ]
 
     def run(self, step: int, walk: Callable[[], None]) -> Callable[[], RecordedTimes]:
-        """Runs a step, and waits until all that it started is done.
+        """Runs a step, and waits until all the work that it started is done.
 
         Args:
           step: its number, for the rows.
-          walk: does the instructions that `wrapped` returned.
+          walk: runs the instructions that `wrapped` returned.
 
         Returns:
-          What makes the rows, which takes a while: for when no step follows.
+          A slow function that returns the rows, to call after the last step.
         """
         self.warm_up()
         interval = sys.getswitchinterval()
@@ -87,19 +87,19 @@ class Recorder:
         return functools.partial(self._rows, step, self._begun.copy(), self._returned.copy(), self._ends, self.order)
 
     def start(self) -> None:
-        """A step begins, by the instructions that `wrapped` returned."""
+        """Begins to record a step that runs the instructions from `wrapped`."""
         self._ends = [0.0] * len(self._bound)
         self._threads = [threading.Thread(target=self._watch, args=(q,), daemon=True) for q in self._queues.values()]
         for t in self._threads:
             t.start()
 
     def stop(self) -> None:
-        """All instructions of the step have been started."""
+        """Ends the recording: all instructions of the step have been started."""
         for q in self._queues.values():
             q.put(None)
 
     def join(self) -> None:
-        """Returns when all that the step started is done."""
+        """Waits until all the work that the step started is done."""
         for t in self._threads:
             t.join()
 
@@ -125,7 +125,7 @@ class Recorder:
             results = act(*args)
             returned[number] = now()
             value = None
-            with contextlib.suppress(Exception):  # it has failed already: whoever reads the result gets the error
+            with contextlib.suppress(Exception):  # the program has failed: reading its result raises the error
                 value = marker(results)
             put((number, value))
             return results
@@ -133,7 +133,7 @@ class Recorder:
         return run
 
     def _marker(self, about: BoundInstruction) -> Callable[[Any], Any]:
-        """What to wait for, of what an instruction returns. Nobody may delete it in the step."""
+        """Returns a function from an instruction's results to an array to wait for, which the step does not delete."""
         if about.code != RUN:
             return (lambda x: None) if about.writes in self._donated else (lambda x: x)
         if not about.writes:
@@ -144,7 +144,7 @@ class Recorder:
         return lambda results: results[index]
 
     def _latest(self, about: BoundInstruction) -> int:
-        """Which result is there when all are: a program in parts makes some of them long before it ends."""
+        """Returns the index of the result that is ready last: a program in parts makes some long before it ends."""
 
         def end(index: int) -> tuple:
             made = about.executable.compiled.made_in(index) if isinstance(about.executable, Executable) else ()
@@ -157,13 +157,13 @@ class Recorder:
         while (item := queue.get()) is not None:
             number, value = item
             if value is not None:
-                with contextlib.suppress(Exception):  # whoever reads the value gets the error
+                with contextlib.suppress(Exception):  # reading the value raises the error
                     value.block_until_ready()
             ends[number] = now()
-            del item, value  # while this waits, nothing is kept alive
+            del item, value  # so that the thread keeps no value alive while it waits for the next
 
     def warm_up(self) -> None:
-        """Compiles what waits for donated results, so that the first step is as good as the tenth."""
+        """Compiles the programs that wait for donated results, so that the first step measures as well as the tenth."""
         if self._is_warm:
             return
         self._is_warm = True
@@ -186,7 +186,7 @@ class Recorder:
     # --- afterwards -------------------------------------------------------------------------------
 
     def _observed(self, ends: Sequence[float], order: Sequence[int]) -> list[float]:
-        """When each result was there: a thread may note it late, but no later than what was made of it."""
+        """Corrects the times of results: a thread may record one late, but no later than a result made from it."""
         found, latest = list(ends), {}  # latest: per slot, and per lane ("lane", number)
         for number in reversed(order):
             b = self._bound[number]
@@ -201,14 +201,14 @@ class Recorder:
         return found
 
     def rows(self, step: int) -> RecordedTimes:
-        """What was noted of the step, which has been joined."""
+        """Returns the recorded times of the step, after `join`."""
         return self._rows(step, self._begun, self._returned, self._ends, self.order)
 
     def _rows(
         self, step: int, begun_at: Sequence[float], returned_at: Sequence[float], ends: Sequence[float],
         order: Sequence[int],
     ) -> RecordedTimes:  # fmt: skip
-        there: dict[int, tuple[float, Way | None]] = {}  # per slot, since when, and by which transfer
+        there: dict[int, tuple[float, Way | None]] = {}  # per slot, the time of its arrival, and its transfer
         free: dict[int, float] = {}
         runs, moves, sends = [], [], []
         ends = self._observed(ends, order)
@@ -241,12 +241,12 @@ class Recorder:
 
 
 def _first_shard(x: jax.Array) -> jax.Array:
-    """The part of an array on one device of this process."""
+    """Returns the part of an array on one device of this process."""
     return x if x.is_fully_addressable and len(x.devices()) == 1 else x.addressable_shards[0].data
 
 
 def lanes_of(groups: Sequence[Mesh]) -> list[int]:
-    """Per group, the first group that it shares a device with, perhaps through others: what cannot work at a time."""
+    """Returns, per group, the first group that shares a device with it, perhaps through others. These take turns."""
     lanes = list(range(len(groups)))
     first: dict[Device, int] = {}
     for group, mesh in enumerate(groups):

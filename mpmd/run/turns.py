@@ -1,7 +1,7 @@
-"""Sums microbatches in the order of their list where their tasks run in another one.
+"""Sums microbatches in the order of their list where their tasks run in another order.
 
-A task that runs before its turn adds to an accumulator of its own, which begins anew. When the turn has come, the
-task that runs then adds that to the sum, after its own part. So each sum is made of the same terms in the same order.
+A task that runs before its turn adds to a fresh accumulator of its own. When its turn comes, the task that runs then
+adds this accumulator to the sum, after its own term. So each sum has the same terms in the same order.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from mpmd.ops.reductions import Concat, Operation
 from mpmd.run.bindings import BoundBuckets, SummedOutput
 from mpmd.run.bound_instruction import BoundInstruction
 
-# What a task does in its turn; before it; and in it, where microbatches whose turns come next have run before.
+# A task runs in its turn; before its turn; or in its turn, where microbatches of the next turns have run already.
 KINDS = IN_TURN, EARLY, FOLLOWED = range(3)
 
 
@@ -30,17 +30,17 @@ class SumLine(NamedTuple):
 
     Attributes:
       xs: the number of their list.
-      microbatches: in the order in which they run.
+      microbatches: their microbatches, in the order in which the tasks run.
     """
 
     xs: int
     microbatches: tuple[int, ...]
 
     def kinds(self, turn_of: Sequence[int]) -> tuple[list[int], dict[int, list[int]]]:
-        """What each task does, and by the position of one the microbatches that follow it and have run before.
+        """Returns the kind of each task and, by position of a task, the earlier microbatches with the next turns.
 
         Args:
-          turn_of: by microbatch, its number in the list; later ones are not in the call.
+          turn_of: by microbatch, its number in the list; the call has no later microbatches.
         """
         kinds, followed = [IN_TURN] * len(self.microbatches), defaultdict[int, list[int]](list)
         early: dict[int, int] = {}  # by turn, the microbatch that ran before it
@@ -60,7 +60,7 @@ class SumLine(NamedTuple):
 
 
 class _Adding(NamedTuple):
-    """What a task of an instruction adds: to which sums, of which line, and which task of that it is."""
+    """The sums that a task of an instruction adds to: their line, the task's position in the line, and their slots."""
 
     task: int
     line: int
@@ -69,11 +69,11 @@ class _Adding(NamedTuple):
 
 
 class _Together(NamedTuple):
-    """The instructions of one task each in one place of a line, whose memory lies side by side: most calls read it.
+    """The instructions of one task each in one place of a line. One table has their slots, since most calls read all.
 
     Attributes:
-      kept: (microbatches, columns), where that is which microbatches have added before their turn.
-      columns: of each instruction, the first one and the one after the last.
+      kept: (microbatches, columns), the slots of sums that microbatches have added before their turn.
+      columns: per instruction, its first column and the column after its last.
     """
 
     kept: np.ndarray
@@ -81,12 +81,12 @@ class _Together(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a call does with an instruction, beside its kind.
+    """The changes that a call makes to an instruction, besides its kind.
 
     Attributes:
-      early: the numbers of what it adds before its turn; None if its kind says that.
-      late: the numbers of what is followed, once for each microbatch that follows.
-      reads: the slots of what these have added.
+      early: the numbers of its tasks that add before their turn; None if its kind says that.
+      late: the numbers of its tasks that add earlier sums too, once for each microbatch with such sums.
+      reads: the slots of these earlier sums.
     """
 
     early: list[int] | None
@@ -95,7 +95,7 @@ class Change(NamedTuple):
 
 
 class Sums:
-    """The sums over lists, and what the instructions of a step add to them.
+    """The sums over lists, and the terms that the instructions of a step add to them.
 
     Args:
       buckets: the step for each shape.
@@ -110,7 +110,7 @@ class Sums:
             if b.loop in list_of:
                 for task, sums in enumerate(buckets.sums(b, [0] * len(b.tasks))):
                     for s in sums:
-                        if type(s.operation) is not Concat:  # rows have places of their own
+                        if type(s.operation) is not Concat:  # each row has its own place, whatever the order
                             tasks_of[b.writes[s.write]].append((k, task))
                             operations[b.writes[s.write]] = s.operation
         lines: dict[SumLine, int] = {}
@@ -132,19 +132,19 @@ class Sums:
         starts = list(itertools.accumulate([len(line.microbatches) for line in self._lines], initial=0))
         at = [(k, starts[line] + position) for (line, position), ks in self._places.items() for k in ks]
         self._simple, self._at = np.array(at, np.intp).reshape(-1, 2).T
-        self._early: dict[tuple[int, ...], np.ndarray] = {}  # by slots, (microbatches, slots) of other slots
+        self._early: dict[tuple[int, ...], np.ndarray] = {}  # by slots of sums, (microbatches, slots) of early sums
         added = [(a.line, operations[slot]) for own in self._of.values() for a in own for slot in a.slots]
         self._without_parts = {line: operation for line, operation in added if not operation.has_parts}
 
     def kinds(self, order_of: Sequence[Sequence[int] | None]) -> tuple[np.ndarray, dict[int, Change]]:
-        """The kind of each instruction in a call, and by its position what else that does.
+        """Returns the kind of each instruction in a call and, by position, its further changes.
 
         Args:
-          order_of: per list, the number in it of the microbatch that runs first, second, and so on; None where they run
-            as the list has them.
+          order_of: per list, the number of the microbatch that runs first, second, and so on; None for the order of
+            the list.
 
         Raises:
-          StageError: an operation has no sum of parts.
+          StageError: an operation cannot add sums of parts.
         """
         found, changes = np.full(len(self._instructions), IN_TURN), dict[int, Change]()
         orders = [order_of[line.xs] for line in self._lines]
@@ -175,13 +175,13 @@ class Sums:
         return found, changes
 
     def of_kind(self, kind: int, instructions: Sequence[BoundInstruction], bucket: int) -> dict[int, BoundInstruction]:
-        """By position, the instructions of a bucket as those of a kind do them; only what they read more is missing."""
+        """Returns, by position, the instructions of a bucket changed to a kind, still without their further reads."""
         early, late = [0] * (kind == EARLY), [0] * (kind == FOLLOWED)
         return {k: self.out_of_turn(k, instructions[k], [bucket], early, late) for k in self._simple.tolist()}
 
     @functools.cached_property
     def _together(self) -> dict[tuple[int, int], _Together]:
-        """By line and position."""
+        """The instructions of one task each, by line and position."""
         tables: dict[tuple[tuple[int, ...], ...], np.ndarray] = {}
         found = {}
         for place, ks in self._places.items():
@@ -193,7 +193,7 @@ class Sums:
         return found
 
     def _kept(self, k: int, number: int) -> np.ndarray:
-        """Where that is which microbatches have added before their turn to what an instruction adds to.
+        """Finds the slots of the early sums of all microbatches, for the sums that an instruction adds to.
 
         Returns:
           (microbatches, slots).
@@ -209,11 +209,11 @@ class Sums:
     def out_of_turn(
         self, k: int, b: BoundInstruction, buckets: Sequence[int], early: Collection[int], late: Collection[int]
     ) -> BoundInstruction:
-        """The instruction in some place, some of whose tasks run before their turn, or add what has.
+        """Returns the instruction in some place for tasks that run before their turn, or that add early sums.
 
         Args:
-          buckets: of the microbatches of its tasks.
-          early, late: as of `Change`. What follows it reads last.
+          buckets: the buckets of the microbatches of its tasks.
+          early, late: as in `Change`. The early sums are its last inputs.
         """
         places = {b.writes[s.write]: s for sums in self._buckets.sums(b, buckets) for s in sums}
         parts = [_Part.of([places[slot] for slot in a.slots]) for a in self._of[k]]
@@ -228,14 +228,14 @@ class Sums:
 
 
 def reading(b: BoundInstruction, more: Sequence[int]) -> BoundInstruction:
-    """An instruction that reads more, for the last time."""
+    """Returns an instruction with further inputs, which it reads for the last time."""
     found = object.__new__(BoundInstruction)  # there are hundreds, and `dataclasses.replace` takes ten times as long
     vars(found).update(vars(b), reads=(*b.reads, *more), frees=(*b.frees, *more))
     return found
 
 
 class _Part(NamedTuple):
-    """Some sums of a task: where they stand among what its instruction reads and writes."""
+    """Some sums of a task: their positions among the reads and the writes of its instruction."""
 
     operations: tuple[Operation, ...]
     reads: tuple[int, ...]
@@ -250,11 +250,11 @@ class _Part(NamedTuple):
 def _summing(
     act: Callable[..., Sequence[jax.Array]], num_reads: int, early: Sequence[_Part], late: Sequence[_Part]
 ) -> Callable[..., list[jax.Array]]:
-    """What an instruction does, where some sums begin anew, and others are added to some afterwards.
+    """Wraps `act` so that some sums begin anew, and early sums are added to others afterwards.
 
     Args:
-      num_reads: what comes after these is to be added.
-      late: to what, as often as there is something.
+      num_reads: the number of inputs of `act`; the inputs after these are early sums.
+      early, late: the sums that begin anew, and the sums that get early sums, in turn, until none is left.
     """
 
     def summing(*arrays: jax.Array) -> list[jax.Array]:
@@ -283,7 +283,7 @@ def _shardings(arrays: Iterable[jax.Array]) -> tuple[Sharding, ...]:
 def _begun(
     operations: Sequence[Operation], shardings: Sequence[Sharding]
 ) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
-    """From accumulators to those like them before the first microbatch."""
+    """Maps accumulators to accumulators of the same types as before the first microbatch."""
 
     def begin(sums: Sequence[jax.Array]) -> Sequence[jax.Array]:
         found = tuple(of.init(jax.typeof(x), 1) for of, x in zip(operations, sums, strict=True))
@@ -302,7 +302,7 @@ def _begun(
 def _added(
     operations: Sequence[Operation], shardings: Sequence[Sharding]
 ) -> Callable[[Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]]:
-    """From accumulators, and what others have summed, to both."""
+    """Adds early sums to accumulators."""
 
     def add(sums: Sequence[jax.Array], others: Sequence[jax.Array]) -> Sequence[jax.Array]:
         of_all = zip(operations, sums, others, strict=True)
