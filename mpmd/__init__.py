@@ -1,6 +1,6 @@
 """Pipeline-parallel training steps for JAX: one step, many programs."""
 
-from mpmd import _jax_version  # noqa: F401  before all that an older JAX lacks
+from mpmd import _jax_version  # noqa: F401  before imports that fail with an older JAX
 from mpmd.api import jit
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh

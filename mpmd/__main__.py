@@ -1,4 +1,4 @@
-"""Plans and tunes a step for devices that are not here, says why a job hung and where its time went.
+"""Plans and tunes a step for absent devices; explains why a job hung, and where its time went.
 
 ``python -m mpmd plan|tune|replay|goodput``
 """
@@ -150,7 +150,7 @@ def _add_goodput(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what to plan and for which devices."""
+    """Adds the arguments for the step to plan and for its devices."""
     add = parser.add_argument
     add("step", metavar="FILE.py:FUNCTION", help="FUNCTION(mpmd_mesh) returns (step, abstract arguments)")
     add("--target", default="h100", help=f"one of {', '.join(Target.known)} (default: %(default)s)")
@@ -268,7 +268,7 @@ def _machine_and_mesh(options: argparse.Namespace) -> tuple[Machine, MpmdMesh]:
 
 
 def _axes(text: str, devices: int) -> tuple[list[str], list[int]]:
-    """Names and sizes of `data=8,model=8`; one axis without a size has all devices."""
+    """Returns names and sizes of `data=8,model=8`; one axis without a size has all devices."""
     entries = [entry.partition("=") for entry in text.split(",")]
     names = [name.strip() for name, _, _ in entries]
     if not all(names) or len({"stage", *names}) <= len(names):
@@ -284,7 +284,7 @@ def _axes(text: str, devices: int) -> tuple[list[str], list[int]]:
 
 
 def _made(where: str, mesh: MpmdMesh, wanted: dict[str, Any], function: Callable) -> tuple[Any, tuple]:
-    """What the user's function returns: the step, ready to be lowered, and its arguments."""
+    """Calls the user's function, and returns the step, ready to be lowered, and its arguments."""
     _check_takes(function, where, wanted)
     with _users_errors(where, "calling"):
         made = function(mesh, **wanted)
@@ -314,10 +314,10 @@ def _check_takes(function: Callable, where: str, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _users_errors(where: str, doing: str, but: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Makes one line of an error in the user's file, with the line of that file; a `sys.exit` there is one too.
+    """Turns an error in the user's file into one line with the line number there; a `sys.exit` counts as an error too.
 
     Args:
-      but: errors that stay what they are, since they say what is wrong and where.
+      but: errors that are not changed, since their messages say what is wrong and where.
     """
     try:
         yield
@@ -334,7 +334,7 @@ def _users_errors(where: str, doing: str, but: type[Exception] | tuple[type[Exce
 
 @contextlib.contextmanager
 def _users_warnings(where: str) -> Iterator[None]:
-    """Warnings for which no line of the user's is running point to the function that made the step."""
+    """Makes warnings without a running line of the user point to the function that made the step."""
     name, _, function = where.rpartition(":")
     ours, show = ("<", *(os.path.dirname(m.__file__) for m in (mpmd, scheduler) if m.__file__)), warnings.showwarning
 

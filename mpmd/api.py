@@ -2,7 +2,7 @@
 
     jit(step) ── .trace ──► Traced ── .lower ──► Lowered ── .compile ──► Compiled ──► call
 
-Each stage can be printed and asked; calling the decorated step runs through them once per set of shapes.
+Each stage can be printed and inspected. Calling the decorated step runs through all of them once per set of shapes.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ _T = TypeVar("_T")
 
 
 class _Options(TypedDict, total=False):
-    """What `jit` takes by name."""
+    """The keyword arguments of `jit`."""
 
     mpmd_mesh: Required[MpmdMesh]
     in_shardings: PyTree
@@ -108,22 +108,22 @@ def jit(
       mpmd_mesh: the groups of devices.
       in_shardings, out_shardings: pytree prefixes of the arguments and of the result; leaves are `MpmdSharding`
         (groups and spec), `NamedSharding` or `PartitionSpec` (spec; groups are found) or None (all is found).
-      donate_argnums, donate_argnames: arguments whose memory the step may take over, as in `jax.jit`. They are deleted.
+      donate_argnums, donate_argnames: arguments to donate, as in `jax.jit`. They are deleted.
       static_argnums, static_argnames: arguments that are part of the program, as in `jax.jit`.
-      compiler_options: for XLA, as in `jax.jit`. Of a stage's tasks alone: `{2: {"xla_…": True}}`, beside those of all.
-      roles: the group, or groups, of each name that `mpmd.role` gives a part of the step. Names that the step does not
-        use may be among them.
-      audit_every: in one call of so many, other groups run one program of the step again, and all bits are compared, to
-        find devices that compute wrong (docs/resilience.md). 0: in none. On GPUs this sets `xla_gpu_deterministic_ops`,
+      compiler_options: options for XLA, as in `jax.jit`. `{2: {"xla_…": True}}` adds options for the tasks of stage 2.
+      roles: the group, or groups, of each name that `mpmd.role` gives a part of the step. It may contain names that the
+        step does not use.
+      audit_every: once in so many calls, other groups run one program of the step again, and all bits are compared, to
+        find devices that compute wrong (docs/resilience.md). 0: never. On GPUs this sets `xla_gpu_deterministic_ops`,
         unless `compiler_options` do.
 
     Returns:
       A callable with `.trace`, `.lower` and `.eval_shape`. It takes host arrays, arrays of this process and
-      MpmdArrays, and returns MpmdArrays. State that is returned in the place of an argument stays in its groups.
+      MpmdArrays, and returns MpmdArrays. A result that replaces an argument stays in the argument's groups.
 
     Raises:
       StageError: at the first call (or at `.trace`, `.lower`) if the step cannot be cut; it says where and why.
-      CorruptionError: at a later call than the audited one: a device computes other bits than others do.
+      CorruptionError: at a call after the audited one, if a device computed other bits than others did.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mpmd, scheduler
@@ -162,7 +162,7 @@ def jit(
 
 
 class Jitted:
-    """What `mpmd.jit` returns: the step, compiled anew for each new set of argument shapes."""
+    """The step that `mpmd.jit` returns, which is compiled for each new set of argument shapes."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Jitted:
     def _bucketed_step(
         self, buckets: tuple[list[Buckets], Bucketing, CallArguments], xs: Sequence[MicrobatchList]
     ) -> tuple[BucketedStep, Sequence[ArrayLike]]:
-        """The step that runs these lists, and its arguments."""
+        """Returns the step that runs these lists, and its arguments."""
         steps, ordinary, call = buckets
         step = next((step for step in steps if step.fits(call.leaves)), None)
         if step is None:
@@ -231,9 +231,9 @@ class Jitted:
 
     @compat.api_boundary
     def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:
-        """The step as one jaxpr, for arguments of these shapes (`jax.ShapeDtypeStruct` will do).
+        """Traces the step to one jaxpr, for arguments of these shapes (`jax.ShapeDtypeStruct` will do).
 
-        A step is cut and compiled once: a call with such arguments runs what `.trace(...).lower().compile()` gives.
+        A step is cut and compiled once: a call with such arguments runs the result of `.trace(...).lower().compile()`.
         """
         return self._finding_lists(self._traced_for, args, kwargs)
 
@@ -259,16 +259,16 @@ class Jitted:
         dynamic: Args,
         kwargs: Kwargs,
     ) -> tuple[BucketedStep, Sequence[ArrayLike]]:
-        """The step that runs a call with lists of microbatches, and its arguments.
+        """Returns the step that runs a call with lists of microbatches, and its arguments.
 
         Args:
           fixed: the static arguments.
-          trees: the structure of a microbatch of each list.
-          dtypes: those of each array of a microbatch of each list.
-          around: shape and dtype of each other argument, None for a list, and the structure of all.
+          trees: per list, the structure of a microbatch.
+          dtypes: per list, the possible dtypes of each array of a microbatch.
+          around: shape and dtype of each argument (None for a list), and the structure of all arguments.
 
         Raises:
-          TypeError: there are no such lists where the step takes them, or no such arguments.
+          TypeError: the call has other lists or other arguments than the step was compiled for.
         """
         args, named = _with_static(dynamic, kwargs, fixed)
         if len(xs := self._lists_in(args, named)) != len(self._lists):
@@ -296,7 +296,7 @@ class Jitted:
         return self._bucketed_step(buckets, xs)
 
     def _finding_lists(self, act: Callable[[Args, Kwargs], _T], args: Args, kwargs: Kwargs) -> _T:
-        """`act`, again whenever the step turns out to do something with a list."""
+        """Calls `act`, and calls it again each time that the step turns out to use an argument as a list."""
         known: set[tuple[lists.Path, type]] = set()
         while True:
             try:
@@ -308,7 +308,7 @@ class Jitted:
                 self._lists.setdefault(found.path, set()).add(type(found))  # another thread may have found it too
 
     def _lists_in(self, args: Args, kwargs: Kwargs) -> list[MicrobatchList]:
-        """The lists of microbatches among the arguments, as far as they are known."""
+        """Returns the known lists of microbatches among the arguments."""
         found = ((path, lists.at((args, kwargs), path)) for path in list(self._lists))
         return [MicrobatchList.of(path, x, self._explicit) for path, x in found if type(x) in (list, lists.Reordered)]
 
@@ -319,9 +319,9 @@ class Jitted:
     def _buckets_for(
         self, args: Args, kwargs: Kwargs, xs: Sequence[MicrobatchList]
     ) -> tuple[list[Buckets], Bucketing, CallArguments]:
-        """The steps for lists of microbatches beside such other arguments, how more are made, and these arguments."""
+        """Returns the steps for such lists and other arguments, the means to make more steps, and the arguments."""
         leaves, structure, places = lists.flattened((args, kwargs), {x.path: x.given for x in xs})
-        ways = {x.path: frozenset(self._lists[x.path]) for x in xs}  # a thread may find more
+        ways = {x.path: frozenset(self._lists[x.path]) for x in xs}  # a copy: another thread may find more
 
         def read(ones: Sequence[object]) -> CallArguments:
             new = {x.path: x.standing_for(one, ways[x.path]) for x, one in zip(xs, ones, strict=True)}
@@ -338,10 +338,10 @@ class Jitted:
         return self._mesh
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Jitted":
-        return self  # as a function is its own copy
+        return self  # like a function, which is its own copy
 
     def clear_cache(self) -> None:
-        """Forgets what was traced and compiled, as that of a function of `jax.jit` does."""
+        """Forgets all traces and compiled programs, like `clear_cache` of a function of `jax.jit`."""
         self._cache.clear()
         self._bucketed.clear()
         self._asked.clear()
@@ -350,19 +350,19 @@ class Jitted:
 
     @compat.api_boundary
     def lower(self, *args: PyTree, **kwargs: PyTree) -> Lowered:
-        """The step, cut into tasks and placed on groups."""
+        """Cuts the step into tasks and places them on groups."""
         with without_collection():
             return self.trace(*args, **kwargs).lower()
 
     @compat.api_boundary
     def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """The shapes and dtypes of the result; nothing is compiled."""
+        """Returns the shapes and dtypes of the result; compiles nothing."""
         traced = self.trace(*args, **kwargs)._trace
         out = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.outvars]
         return jax.tree.unflatten(traced.out_tree, out)
 
     def _without_static(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, Fixed]:
-        """The arguments that are not static, and those that are."""
+        """Separates the static arguments from the others, which come first."""
         positions, names = self._static
         if not (positions or names):
             return args, kwargs, ()
@@ -384,14 +384,14 @@ class Jitted:
             types = tuple(leaf_type(x, explicit if w is None else ()) for x, w in zip(leaves, wishes, strict=True))
         except (TypeError, ValueError, OverflowError) as e:
             fault = e
-        if fault is not None:  # said again, with the argument's name
+        if fault is not None:  # raised again, with the argument's name
             names = argument_names(self._fun, CallArguments(len(args), fixed, leaves, tree, (), None))
             check_leaves(leaves, names)
             raise fault_with_name(fault, leaves, names) from None
         return CallArguments(len(args), fixed, leaves, tree, types, (tree, fixed, types, compat.trace_context()))
 
     def _wishes(self, tree: TreeDef, fixed: Fixed, num_args: int) -> list[object]:
-        """The user's sharding of each leaf, or None."""
+        """Returns the user's sharding of each leaf, or None."""
         if self._in_shardings is None:
             return [None] * tree.num_leaves
         static = tuple(where for where, *_ in fixed if isinstance(where, int))
@@ -404,10 +404,10 @@ class Jitted:
         return self._wished[key]
 
     def _trace(self, call: CallArguments, given: Mapping[int, Hint] | None = None) -> Traced:
-        """The step for such arguments.
+        """Traces the step for such arguments.
 
         Args:
-          given: the layouts of some, whatever they have now.
+          given: layouts of some arguments, which replace their current layouts.
         """
         names = argument_names(self._fun, call)
         check_leaves(call.leaves, names)
@@ -445,7 +445,7 @@ class Jitted:
 
 
 def _around(dynamic: Args, kwargs: Kwargs, fixed: Fixed, xs: Sequence[MicrobatchList]) -> tuple[list, TreeDef]:
-    """The arguments of a call, flat, without static ones, and their structure: each list of microbatches is a leaf."""
+    """Flattens the dynamic arguments of a call, and returns their structure: each list of microbatches is a leaf."""
     whole = _with_static(dynamic, kwargs, tuple((where, kind, None) for where, kind, _ in fixed))
     return lists.flattened(whole, {x.path: x.given for x in xs})[:2]
 
@@ -456,7 +456,7 @@ def _of_other_types(
     xs: Sequence[MicrobatchList],
     dtypes: Sequence[Sequence[Set]],
 ) -> list[tuple[int, str]]:
-    """The arguments, by number, that have other types, and which; of microbatches the shape may be another one."""
+    """Returns the numbers of arguments with wrong types, and what is wrong. Microbatches may have other shapes."""
     wrong = [
         (i, f": got {short_type(x)}, expected {type_text(*kind)}")
         for i, (x, kind) in enumerate(zip(leaves, types, strict=True))
@@ -475,7 +475,7 @@ def _of_other_types(
 
 
 def _with_static(dynamic: Args, kwargs: Kwargs, fixed: Fixed) -> tuple[Args, Kwargs]:
-    """All arguments of the user's function, the static ones in their places."""
+    """Returns all arguments of the user's function, with the static ones in their places."""
     args, named = list(dynamic), dict(kwargs)
     for where, _, value in fixed:
         if isinstance(where, int):
@@ -485,11 +485,11 @@ def _with_static(dynamic: Args, kwargs: Kwargs, fixed: Fixed) -> tuple[Args, Kwa
     return tuple(args), named
 
 
-_MOST_TYPES = 4096  # of arguments that are remembered, as by `jax.jit`
+_MOST_TYPES = 4096  # the most sets of argument types that are remembered, as by `jax.jit`
 
 
 class _Made(BoundedDict[Hashable, list[_T]]):
-    """What a function was made into, for the latest types of arguments."""
+    """A cache of the objects that were made from a function, for the latest types of arguments."""
 
     def __init__(self):
         super().__init__(_MOST_TYPES)
@@ -503,15 +503,15 @@ _traces: weakref.WeakKeyDictionary[Callable, dict[Hashable, Trace]] = weakref.We
 
 
 def _traces_of(fun: Callable) -> dict[Hashable, Trace]:
-    """What has been traced of a function, for as long as it lives: as under `jax.jit`, a step is traced once for all
-    devices of one shape, however often it is given to `mpmd.jit`.
+    """Returns the traces of a function, which are kept while it lives: as under `jax.jit`, a step is traced once for
+    all meshes of one shape, however often it is passed to `mpmd.jit`.
     """
     try:
         return _traces.setdefault(fun, BoundedDict(_MOST_TYPES))
-    except TypeError:  # no weak references to it
+    except TypeError:  # it does not allow weak references
         return {}
 
 
 def _on_one_device(tree: PyTree) -> PyTree:
-    """MpmdArrays as arrays that plain JAX computes with, wherever the others are."""
+    """Replaces MpmdArrays by arrays on the default device, which plain JAX can combine with other arrays."""
     return jax.tree.map(lambda x: jax.numpy.asarray(device_get(x)) if isinstance(x, MpmdArray) else x, tree)

@@ -1,7 +1,7 @@
 """Steps that take lists of microbatches of several shapes: an ordinary step for each distinct shape, and one program.
 
-Each shape is a *bucket*: the step, traced, cut and compiled for microbatches of this shape alone. All that is around
-the loops, and what the tasks take and give, is the same in every bucket; this is checked. So one program runs any
+Each shape is a *bucket*: the step, traced, cut and compiled for microbatches of this shape only. A check ensures that
+all buckets have the same work outside the loops, and the same inputs and outputs of tasks. So one program runs any
 number of microbatches in any order of their shapes, each task with the executable of its microbatch's bucket.
 """
 
@@ -45,9 +45,9 @@ from scheduler.programs.fewer import begins_with
 from scheduler.schedules.graph import graph_of, with_graph
 from scheduler.task import Orders
 
-# How many microbatches each list of a step has.
+# The number of microbatches in each list of a step.
 Counts = tuple[int, ...]
-# A plan is for so many microbatches at least, since it holds the plans for fewer.
+# A plan is for at least so many microbatches, since it contains the plans for fewer.
 _FEWEST_PLANNED = 8
 
 
@@ -57,10 +57,10 @@ class MicrobatchList:
 
     Attributes:
       given: the list itself.
-      permutation: which of its microbatches runs first, second, and so on; None if they run as they stand there.
+      permutation: the numbers of the microbatches in the order in which they run; None for the order of the list.
       items: the microbatches, in the order in which they run.
-      leaves, types: of each.
-      tree: the structure of each.
+      leaves, types: the leaves of each microbatch, and their types.
+      tree: the structure of each microbatch.
     """
 
     path: lists.Path
@@ -87,11 +87,11 @@ class MicrobatchList:
 
     @property
     def largest(self) -> object:
-        """A microbatch of the shape with most elements."""
+        """A microbatch of the shape with the most elements."""
         return max(self.given, key=lambda x: sum(np.size(leaf) for leaf in jax.tree.leaves(x)))
 
     def standing_for(self, one: object, ways: Set[type]) -> Microbatches:
-        """What the step sees of it."""
+        """Returns the object that the step gets for the list."""
         items = self.given if ReadsList in ways else None
         return Microbatches(self.path, one, np.int32(len(self.given)), len(self.given), CountsList in ways, items)
 
@@ -101,7 +101,7 @@ class Bucketing:
     """Makes the step for one microbatch of each list.
 
     Attributes:
-      asked: the step for lists that was traced last, to be asked.
+      asked: the latest step for lists that a user's `.trace` returned; empty if there is none.
     """
 
     read: Callable[[Sequence[object]], CallArguments]
@@ -110,12 +110,12 @@ class Bucketing:
 
     @property
     def compiled(self) -> Compiled | None:
-        """What was compiled of `asked`: programs for the largest microbatches."""
+        """The compiled step of `asked`, for the largest microbatches; None if it was not compiled."""
         lowered = [vars(traced).get("_lowered") for traced in self.asked]
         return next((vars(one).get("_compiled") for one in lowered if one is not None), None)
 
     def traced(self, ones: Sequence[object], known: Mapping[int, Hint] | None) -> Traced:
-        """The step for these microbatches.
+        """Traces the step for these microbatches.
 
         Args:
           known: the layouts of other arguments.
@@ -123,7 +123,7 @@ class Bucketing:
         return self.trace(self.read(ones), known)
 
     def for_lists(self, xs: Sequence["MicrobatchList"]) -> Traced:
-        """The step for the largest microbatch of each list, which can tell what the others cost."""
+        """Traces the step for the largest microbatch of each list. It can find the costs of the other microbatches."""
         largest = [x.largest for x in xs]
 
         @functools.cache
@@ -137,7 +137,7 @@ class Bucketing:
 
         counts = {x.path: len(x.given) for x in xs}
 
-        def of_this_length(eqn: compat.JaxprEqn) -> compat.JaxprEqn:  # the trace may be that of another list
+        def of_this_length(eqn: compat.JaxprEqn) -> compat.JaxprEqn:  # the trace may come from another list
             info = eqn.params["info"]
             info = dataclasses.replace(info, num_microbatches=counts.get(info.path, info.num_microbatches))
             return eqn.replace(params={**eqn.params, "info": info})
@@ -146,7 +146,7 @@ class Bucketing:
         return dataclasses.replace(traced, _trace=traced._trace.with_loops(of_this_length), _shapes=shapes)
 
     def positions(self, ones: Sequence[object]) -> dict[int, tuple[int, int]]:
-        """Where the arrays of the microbatches stand among all leaves: which of which list each is."""
+        """Maps positions among all leaves to microbatch arrays: the number of the list, and of the array in it."""
         trees = [jax.tree.structure(one) for one in ones]
         numbered = [
             jax.tree.unflatten(tree, [_Leaf(k, n) for n in range(tree.num_leaves)]) for k, tree in enumerate(trees)
@@ -157,7 +157,7 @@ class Bucketing:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """Stands for an array of a microbatch."""
+    """A placeholder for an array of a microbatch."""
 
     of: int
     number: int
@@ -166,7 +166,7 @@ class _Leaf:
 
 
 class Buckets:
-    """The steps for the shapes that have come in lists so far, beside other arguments of one kind.
+    """The steps for all shapes in lists so far, with other arguments of one kind.
 
     Args:
       bucketing: makes the step for a new shape.
@@ -181,13 +181,13 @@ class Buckets:
         self._lock = threading.RLock()
 
     def fits(self, leaves: Sequence[ArrayLike]) -> bool:
-        """Whether it can be called with these arrays, in the place of which microbatches may not be."""
+        """Returns whether it can be called with these arrays, the arguments other than microbatches."""
         return self._step is None or self._step.fits_apart(leaves)
 
     def prepared(
         self, leaves: Sequence[ArrayLike], xs: Sequence[MicrobatchList]
     ) -> "tuple[BucketedStep, list[ArrayLike]]":
-        """The step, ready to run these lists, and its arguments.
+        """Returns the step, ready to run these lists, and its arguments.
 
         Args:
           leaves: the other arguments.
@@ -199,7 +199,7 @@ class Buckets:
         return self._step, self._step.arguments(leaves, xs, order)
 
     def _add_new(self, xs: Sequence[MicrobatchList]) -> None:
-        """Makes the steps for shapes that have not come before."""
+        """Makes the steps for new shapes."""
         if self._step is None:
             self._paths = [x.path for x in xs]
             self._numbers, self._examples = [{} for _ in xs], [x.largest for x in xs]
@@ -209,7 +209,7 @@ class Buckets:
         ]
         if not any(new):
             return
-        # The first bucket, which says what is around the loops, has the largest shapes.
+        # The first bucket, which defines the work outside the loops, has the largest shapes.
         ordered = [sorted(n.items(), key=lambda item: -sum(np.prod(t[0]) for t in item[0])) for n in new]
         with joining.compiling(), without_collection():
             for some in itertools.zip_longest(*ordered):
@@ -220,11 +220,11 @@ class Buckets:
                         known[s[0]] = number
 
     def _add(self, ones: Sequence[object]) -> int:
-        """The number of a new step."""
+        """Adds a step, and returns its number."""
         if self._step is not None:
             known = {i: hint for i, hint in enumerate(self._hints) if i not in self._positions}
             traced = self._bucketing.traced(ones, known)
-            if (cuts := self._cuts) is not None:  # stages end where they do in the first bucket
+            if (cuts := self._cuts) is not None:  # all buckets have the stages of the first
                 traced = dataclasses.replace(traced, _trace=with_given_cuts(traced._trace, cuts))
             return self._step.add(traced._lowered)
         traced = self._bucketing.traced(ones, None)
@@ -239,7 +239,7 @@ class Buckets:
 
 
 class _ListArguments(list[ArrayLike]):
-    """The flat arguments of a call with lists of microbatches, and what these are.
+    """The flat arguments of a call with lists of microbatches, and the lists.
 
     Attributes:
       order: per list, the bucket of each microbatch.
@@ -250,18 +250,18 @@ class _ListArguments(list[ArrayLike]):
 
 
 class BucketedStep(Compiled):
-    """A step for lists of microbatches, as `Compiled` is one for arrays: the first bucket, and those that come."""
+    """A compiled step for lists of microbatches: the first bucket, and the buckets that are added to it."""
 
     def _executor_of(self, programs: StepPrograms, program: Program, split: SplitStep) -> None:
-        """There is one for each call (`_prepare`)."""
+        """Returns None: `_prepare` chooses an executor for each call."""
 
     def begin(self, paths: list[lists.Path], positions: Mapping[int, tuple[int, int]], lock: threading.RLock) -> None:
-        """What it is the first bucket of.
+        """Begins as the step of the first bucket.
 
         Args:
-          paths: of the lists.
-          positions: of the arguments that stand for a microbatch, each the array of some number of one of the lists.
-          lock: is held while the step takes lists, or a bucket more.
+          paths: the paths of the lists.
+          positions: maps the position of an argument that stands for a microbatch array to its list and number there.
+          lock: a lock that is held while the step runs lists or adds a bucket.
         """
         self._positions = positions
         self._lock = lock
@@ -278,7 +278,7 @@ class BucketedStep(Compiled):
         self._views = BoundedDict(NUM_ORDERS)
 
     def add(self, lowered: Lowered) -> int:
-        """One bucket more; its number."""
+        """Adds a bucket, and returns its number."""
         ins = [h.layout for h in lowered._ins]
         lowered = dataclasses.replace(lowered, _outline=_ordered_as(self._programs.outline, lowered._outline))
         is_like_first = _check_alike(self._programs, lowered)
@@ -290,16 +290,16 @@ class BucketedStep(Compiled):
         return len(self._buckets) - 1
 
     def fits_apart(self, leaves: Sequence[ArrayLike]) -> bool:
-        """Whether it can be called with these arguments, beside any microbatches."""
+        """Returns whether it can be called with these other arguments, whatever the microbatches are."""
         return self._first.fit(self._with_places(leaves))
 
     def _with_places(self, leaves: Sequence[ArrayLike]) -> list[ArrayLike]:
-        """The arguments, with something in the place of the arrays of one microbatch."""
+        """Returns the arguments, with placeholders for the arrays of one microbatch."""
         rest = iter(leaves)
         return [_NOTHING if i in self._positions else next(rest) for i in range(self.in_tree.num_leaves)]
 
     def arguments(self, leaves: Sequence[ArrayLike], xs: Sequence[MicrobatchList], order: Order) -> "_ListArguments":
-        """All arguments of a call that has these lists."""
+        """Returns all arguments of a call that has these lists."""
         found = _ListArguments(self._with_places(leaves))
         found += (leaf for x in xs for own in x.leaves for leaf in own)
         found.lists, found.order = xs, order
@@ -315,7 +315,7 @@ class BucketedStep(Compiled):
 
     @contextlib.contextmanager
     def _taking(self, of: Sequence[ArrayLike]) -> Iterator[None]:
-        """Makes the step one for these lists. Calls from other threads wait: theirs are others."""
+        """Sets the step up for these lists inside this context. Calls from other threads, with other lists, wait."""
         assert isinstance(of, _ListArguments)
         with self._lock:
             with without_collection():
@@ -323,7 +323,7 @@ class BucketedStep(Compiled):
             yield
 
     def _prepare(self, xs: Sequence[MicrobatchList], order: Order) -> None:
-        """The next call has these lists."""
+        """Sets the step up for a call with these lists."""
         permutations = tuple(x.permutation for x in xs)
         if (key := (order, permutations)) not in self._views:
             self._views[key] = self._view(xs, order)
@@ -335,7 +335,7 @@ class BucketedStep(Compiled):
 
     @functools.cached_property
     def _loop_facts(self) -> tuple[LoopFacts, ...]:
-        """Of the last call's lists."""
+        """The facts about the loops, for the last call's lists."""
         counts = {n: len(self._order[k]) for n, k in self._list_of.items()}
         return tuple(map(self._facts, with_microbatches(self._programs.outline, counts).loops))
 
@@ -350,7 +350,7 @@ class BucketedStep(Compiled):
         return facts_of(loop, executables, self._order[k], names)
 
     def _view(self, xs: Sequence[MicrobatchList], order: Order) -> tuple[list[MicrobatchArray], Inputs]:
-        """The arrays of all microbatches, and the inputs of a call with them."""
+        """Returns the arrays of all microbatches, and the inputs of a call with them."""
         at = {own: i for i, own in self._positions.items()}
         names, argument = self._split.whole.in_names, self._argument_names
         arrays = []
@@ -373,7 +373,7 @@ class BucketedStep(Compiled):
         return {i: outline.names[outline.trace.arguments[split.in_positions[i][0]]] for i in self._positions}
 
     def _executor_for(self, counts: Counts) -> BucketExecutor:
-        """Runs lists of these lengths: one for longer lists does, whose plan holds the plan for these."""
+        """Returns an executor for these lengths of lists, or for longer ones if their plan contains this plan."""
         if counts not in self._executors:
             longer = next((c for c in (*self._planned, _rounded(counts)) if self._holds(c, counts)), counts)
             if longer not in self._planned:
@@ -382,7 +382,7 @@ class BucketedStep(Compiled):
         return self._executors[counts]
 
     def _holds(self, longer: Counts, counts: Counts) -> bool:
-        """Whether the plan for lists of some lengths holds the plan for shorter ones, beside later microbatches."""
+        """Returns whether the plan for longer lists, without the later microbatches, is the plan for shorter ones."""
         if longer == counts or any(a < b for a, b in zip(longer, counts, strict=True)):
             return longer == counts
         try:
@@ -391,7 +391,7 @@ class BucketedStep(Compiled):
                 for loop in self._programs.outline.loops
                 if (k := self._list_of.get(loop.number)) is not None
             )
-        except ValueError:  # it is not for so many; that it is not for so few is told when these are planned
+        except ValueError:  # the schedule cannot run so many; if it cannot run `counts`, `_plan` raises an error
             return False
 
     def _orders_of(self, loop: Loop, count: int) -> Orders:
@@ -400,7 +400,7 @@ class BucketedStep(Compiled):
         return self._orders[key]
 
     def _plan(self, counts: Counts) -> BucketExecutor:
-        """Runs lists of these lengths, and shorter ones."""
+        """Plans an executor for lists of these lengths, and for shorter ones."""
         numbers = {n: counts[k] for n, k in self._list_of.items()}
         found: list[tuple[StepPrograms, Program]] = []
         for (programs, _), is_like_first in zip(self._buckets, self._are_like_first, strict=True):
@@ -417,7 +417,7 @@ class BucketedStep(Compiled):
 
 
 def _rounded(counts: Counts) -> Counts:
-    """Lengths of lists for which shorter ones need no plan of their own."""
+    """Rounds lengths of lists up, so that shorter lists need no plan of their own."""
     return tuple(max(_FEWEST_PLANNED, 1 << (count - 1).bit_length()) for count in counts)
 
 
@@ -425,9 +425,9 @@ _NOTHING = np.zeros((), np.float32)
 
 
 def _ordered_as(first: Outline, other: Outline) -> Outline:
-    """The step for another shape, whose loops over graphs of stages go in one order with the first, by its costs."""
+    """Makes loops over graphs of stages use the costs of the first step, so that both steps have the same order."""
     schedules = {}
-    for a, b in zip(first.loops, other.loops, strict=False):  # others are told by `_check_alike`
+    for a, b in zip(first.loops, other.loops, strict=False):  # `_check_alike` reports other numbers of loops
         one, two = graph_of(a.schedule), graph_of(b.schedule)
         if one is not None and two is not None:
             schedules[b.number] = {"schedule": with_graph(b.schedule, dataclasses.replace(two, costs=one.costs))}
@@ -435,11 +435,11 @@ def _ordered_as(first: Outline, other: Outline) -> Outline:
 
 
 def _check_alike(first: StepPrograms, lowered: Lowered) -> bool:
-    """A step for microbatches of another shape must do the same around its loops, have the same tasks, and send from
-    the same groups to the same groups. Whether its program is the same throughout.
+    """Checks that a step for microbatches of another shape has the same work outside its loops, the same tasks, and
+    transfers between the same groups. Returns whether its whole program is the same.
 
     Raises:
-      StageError: it does not.
+      StageError: it differs.
     """
     counts = {loop.number: loop.partition.info.num_microbatches for loop in first.outline.loops}
     one, two = first.outline, with_microbatches(lowered._outline, counts)
@@ -465,7 +465,7 @@ def _check_alike(first: StepPrograms, lowered: Lowered) -> bool:
 
 
 def _skeleton(program: Program) -> list[list[Hashable]]:
-    """Per group, the tasks, transfers and calls in order; of what tasks hand on within a group nothing is said."""
+    """Returns, per group, the tasks, transfers and calls in order, without the values that stay in a group."""
     return [[what for i in instructions if (what := _what(i)) is not None] for instructions in program.groups]
 
 
@@ -497,5 +497,5 @@ def _accumulators(outline: Outline) -> list[Hashable]:
 
 
 def _tasks(outline: Outline) -> list[Hashable]:
-    """Which tasks compute something."""
+    """Returns all tasks, and whether each is empty."""
     return [(loop.number, [(t.place, t.is_empty) for t in loop.partition.tasks]) for loop in outline.loops]

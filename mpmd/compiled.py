@@ -1,4 +1,4 @@
-"""`Compiled`: a step that can be called, printed and asked, as `jax.stages.Compiled`."""
+"""`Compiled`: a step that can be called, printed and inspected, like `jax.stages.Compiled`."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ from scheduler import Program, Timeline
 from scheduler.base.texts import counted
 from scheduler.base.waiting import waiting
 
-# Of a call, `(args, kwargs)`, with lists of microbatches: the step that runs it, and its flat arguments.
+# Maps a call, `(args, kwargs)`, with lists of microbatches to the step that runs it, and to its flat arguments.
 ForCall = Callable[[Args, Kwargs], "tuple[Compiled, Sequence[ArrayLike]]"]
 
 
@@ -49,10 +49,10 @@ class Compiled:
     """A compiled step: call it with arguments of the shapes that it was compiled for.
 
     Attributes:
-      timing: set it to True to have calls measured for `.last_timeline()`. Each call then waits for its result.
+      timing: True measures calls for `.last_timeline()`. Each call then waits for its result.
     """
 
-    _mover_of: "Callable[..., Compiled]"  # set by `Lowered`: a step that moves arguments to where this one reads them
+    _mover_of: "Callable[..., Compiled]"  # set by `Lowered`: makes a step that moves arguments to this step's layouts
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Compiled:
 
     @property
     def program(self) -> Program:
-        """What each group runs, sends, receives and frees; checked."""
+        """The checked program: the runs, sends, receives and frees of each group."""
         return self._program
 
     @property
@@ -133,15 +133,15 @@ class Compiled:
 
     @compat.api_boundary
     def as_text(self, stage: int | None = None, kind: str | None = None, dialect: str | None = None) -> str:
-        """The partition and the program, for people; with arguments, the programs that XLA is given.
+        """Returns the partition and the program as text; with arguments, the text of XLA programs.
 
-        Each of these stands under a line `// name`, which says so where it runs a program that was compiled under
-        another name.
+        Each XLA program has a header line `// name`, which also names the program that it runs if that was compiled
+        under another name.
 
         Args:
           stage, kind: the tasks to show (kinds `F`, `B`, `R`, `I`, `W`); None for all.
-          dialect: `"hlo"` (what XLA made of it; the default of tasks) or `"stablehlo"` (what XLA was given, with
-            Shardy's annotations). Without a stage and a kind: all tasks, and the segments around the loops.
+          dialect: `"hlo"` (the output of XLA; the default for tasks) or `"stablehlo"` (the input of XLA, with
+            Shardy's annotations). Without a stage and a kind: all tasks, and the segments outside the loops.
 
         Raises:
           ValueError: the step has no such task, or there is no such dialect.
@@ -151,11 +151,11 @@ class Compiled:
         return f"{self._programs.outline}\n\n{self._program}"
 
     def explain(self) -> str:
-        """The page to read before a big run.
+        """Returns the page to read before a big run.
 
-        What runs where; each group's parameters and memory, against that of a device; how even the stages are; what
-        crosses, why, and at which line of yours; what is computed twice; collectives and sums over groups; warnings
-        that say what to do.
+        It shows what runs where; each group's parameters and memory, compared with a device's; the balance of the
+        stages; the values that cross groups, with the reason and your line; work that is done twice; collectives and
+        sums over groups; warnings with advice.
         """
         notes = [*dict.fromkeys(map(str, self._split.joins)), *([] if self._bound is None else self._bound.notes)]
         mesh = self._programs.mesh
@@ -176,14 +176,14 @@ class Compiled:
     def report(self, path: str | os.PathLike[str], profile: Profile | None = None) -> None:
         """Writes one HTML page about the step, which a browser opens from disk: schedule, timeline, stages, memory, ….
 
-        Runs nothing. Of a job, any process may write one, each to a path of its own: the memory is that of its groups.
+        Runs nothing. In a job, any process may write one, each to its own path; it shows the memory of its groups.
 
         Args:
-          path: of the file, which is replaced.
-          profile: what was measured; by default the last `profile` of this step, if there was one.
+          path: the path of the file, which is replaced.
+          profile: the measurements to show; by default the last `profile` of this step, if there was one.
 
         Raises:
-          ValueError: `profile` is of another step.
+          ValueError: `profile` belongs to another step.
         """
         outline, found = self._programs.outline, self._timed if profile is None else profile
         if found is not None and not self._is_own(found):
@@ -195,7 +195,7 @@ class Compiled:
         Path(path).write_text(page, encoding="utf-8")
 
     def _is_own(self, profile: object) -> bool:
-        """Whether it was measured in a step of this name, with these loops."""
+        """Returns whether a profile was measured in a step with this name and these loops."""
         own = [(loop.number, tuple(loop.schedule.placement)) for loop in self._programs.outline.loops]
         return (
             isinstance(profile, Profile)
@@ -204,15 +204,15 @@ class Compiled:
         )
 
     def memory_analysis(self) -> dict[int, dict[str, int]]:
-        """Per group of this process, bytes on each device: `parameters`, `state` and `data` (together `arguments`),
-        the peaks of `gradients` and `activations`, the largest `temporaries` that XLA reports, and the `peak` of all.
+        """Returns, per group of this process, bytes on each device: `parameters`, `state` and `data` (their sum is
+        `arguments`), peaks of `gradients` and `activations`, the largest `temporaries` in XLA's reports, the `peak`.
         """
         return measured(self._programs, self._program)
 
     def cost_analysis(self) -> dict[str, float]:
-        """Operations and bytes of one step on all devices, by XLA's cost analysis of each executable.
+        """Counts operations and bytes of one step on all devices, by XLA's cost analysis of each executable.
 
-        For devices that are not here (`topology_mesh`), where XLA has none, they are counted in the equations.
+        For absent devices (`topology_mesh`), XLA has no analysis, and they are counted in the equations.
 
         Returns:
           `"flops"`, floating-point operations, and `"bytes accessed"`, read from and written to device memory.
@@ -222,24 +222,24 @@ class Compiled:
 
     @compat.api_boundary
     def profile(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree] | None = None, *, steps: int = 3) -> Profile:
-        """Runs some steps as in training, and measures when everything of them ran on every rank.
+        """Runs some steps as in training, and measures when each task and transfer ran on every rank.
 
-        Nothing of a step waits that would not wait otherwise; a step begins when this process has the results of the
-        one before. One step more runs first, which is not measured. Every process calls this together, as a step.
+        Measuring adds no waits inside a step; a step begins when this process has the results of the step before.
+        One more step runs first, without being measured. Every process must call this together, as for a step.
         A step over lists of microbatches takes any lists, as a call of the jitted step does, and measures each shape.
 
         Args:
-          args, kwargs: of a call, `args` as one tuple. Donated ones are used up, as by a call. Each next step takes in
-            place of a donated argument the result that takes its place; if there is none, the argument is copied for
-            each step.
-          steps: how many are measured.
+          args, kwargs: the arguments of a call, `args` as one tuple. Donated arguments are used up, as by a call. Each
+            next step takes the result that replaces a donated argument; an argument without such a result is copied
+            for each step.
+          steps: the number of measured steps.
 
         Returns:
-          The profile; `.result` is the result of the last step, to go on with.
+          The profile; `.result` is the result of the last step, with which to continue.
 
         Raises:
-          ValueError: `steps` is no number from 1 on, or the step runs nothing.
-          TypeError: the arguments have other shapes or another structure, or are not given as a tuple.
+          ValueError: `steps` is not an integer of at least 1, or the step runs no program.
+          TypeError: the arguments have other shapes or another structure, or are not passed as a tuple.
         """
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"profile: steps={steps!r}, expected a number from 1 on.")
@@ -252,7 +252,7 @@ class Compiled:
         return self._timed
 
     def _profile(self, leaves: Sequence[ArrayLike], steps: int) -> Profile:
-        """Of flat arguments."""
+        """Profiles steps on flat arguments."""
         consumed, next_of = set(self._consumed), self._successors()
         rows: list[Callable[[], RecordedTimes]] = []
         result = None
@@ -269,17 +269,17 @@ class Compiled:
         return profile
 
     def _successors(self) -> dict[int, int]:
-        """Per donated argument, the result that takes its place, if there is one."""
+        """Maps each donated argument to the result that replaces it, if there is one."""
         donors = self._programs.outline.donors
         result_of = {donors[ks[0]]: k for k, ks in enumerate(self._split.out_positions)}
         return {i: result_of[ks[0]] for i, ks in self._consumed.items() if ks[0] in result_of}
 
     @compat.api_boundary
     def last_timeline(self) -> Timeline:
-        """When each task of the (last) loop ran, measured.
+        """Returns the measured times of each task of the (last) loop.
 
-        Of the last `profile`, or of the last call while `.timing` was True; if there was none, of one call on zeros
-        that is made now. `Costs.measured` of it feeds `scheduler.simulate` and `search`.
+        They are from the last `profile` or the last call while `.timing` was True; if there was none, it measures a
+        call on zeros now. `Costs.measured` turns them into costs for `scheduler.simulate` and `search`.
 
         Raises:
           ValueError: the step has no pipelined loop.
@@ -296,7 +296,7 @@ class Compiled:
         return self._timed.timeline()
 
     def _profile_of(self, rows: Sequence[RecordedTimes], result: object) -> Profile:
-        """The rows of all processes, put together."""
+        """Gathers the rows of all processes into a profile."""
         executor = self._executor
         return profile_of(self._programs, self._loop_facts, executor.job, executor.ranks, rows, result)
 
@@ -308,7 +308,7 @@ class Compiled:
         )
 
     def _seconds_of_calls(self, count: int) -> list[float]:
-        """Seconds of as many ordinary calls on zeros, until this process has its results."""
+        """Returns the seconds of each of `count` ordinary calls on zeros, until this process has its results."""
         zeros, found = self._inputs.zeros(), []
         self._executor.prepare()
         for _ in range(count + 1):
@@ -326,17 +326,17 @@ class Compiled:
         return step._run(leaves)
 
     def _for(self, args: Args, kwargs: Kwargs) -> "tuple[Compiled, Sequence[ArrayLike]]":
-        """The step that runs a call, another one where it has lists of microbatches, and its flat arguments."""
+        """Returns the step that runs a call (a different one for lists of microbatches), and its flat arguments."""
         if self._for_call is None:
             return self, self._inputs.checked(args, kwargs)
         return self._for_call(args, kwargs)
 
     def _fits(self, leaves: Sequence[ArrayLike]) -> bool:
-        """Whether it can be called with these arrays."""
+        """Returns whether it can be called with these arrays."""
         return self._inputs.fit(leaves)
 
     def _reads(self, argument: int, hint: Hint) -> bool:
-        """Whether an argument is read in the layout of `hint`."""
+        """Returns whether it reads an argument in the layout of `hint`."""
         sharding, names = self._inputs.shardings[argument], self._split.whole.in_names
         found = hint_of(sharding, self._inputs.avals[argument], self._programs.mesh, names[argument])
         return dataclasses.replace(hint, groups=found.groups if hint.groups is None else hint.groups) == found
@@ -353,13 +353,13 @@ class Compiled:
             return self._result(leaves, placed, self._executor([*self._inputs.constants, *placed]))
 
     def _timed_run(self, leaves: Sequence[ArrayLike], number: int) -> tuple[PyTree, Callable[[], RecordedTimes]]:
-        """A call, and when everything of this process ran."""
+        """Runs a call. Returns its result, and a function that returns the times of this process's instructions."""
         placed = self._placed(leaves)
         results, rows = self._executor.timed([*self._inputs.constants, *placed], number)
         return self._result(leaves, placed, results), rows
 
     def _placed(self, leaves: Sequence[ArrayLike]) -> list[dict[int, jax.Array]]:
-        """Per flat argument, its array in each group that reads it."""
+        """Returns, per flat argument, its array in each group that reads it."""
         if len(self._executor.ranks) == 1:
             return self._inputs.place(leaves)
         is_first = self._executor.prepare()
@@ -375,14 +375,14 @@ class Compiled:
         placed: Sequence[dict[int, jax.Array]],
         results: Sequence[dict[int, jax.Array]],
     ) -> PyTree:
-        """What the user gets; donated arguments are used up."""
+        """Returns the user's result, and deletes donated arguments."""
         kept = {id(a): a for arrays in results for a in arrays.values()} if self._donated else {}
         for i, pieces in self._consumed.items():
             consume(given[i], [placed[k] for k in pieces], kept, self._programs.mesh.groups_share_devices)
         return jax.tree.unflatten(self.out_tree, self._results.arrays(results, self._executor.call_number))
 
     def _moved(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The arguments, with uncommitted arrays in the groups where the step reads them, also in other processes."""
+        """Moves uncommitted arrays to the groups where the step reads them, even to other processes."""
         apart = self._inputs.misplaced(leaves)
         if not apart:
             return leaves

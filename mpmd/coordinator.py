@@ -1,9 +1,9 @@
 """JAX's coordination service as a process of its own: `python -m mpmd.coordinator PORT NUM`.
 
-`jax.distributed.initialize` has process 0 serve, so that the death of that process ends all others at once, before
-they can say who died. The launcher starts this process instead (`MPMD_SERVICE=external`), and the death of process 0
-is as orderly as any other. It prints `ready` when it listens, and ends with SIGTERM or when its stdin does, which is
-when the launcher is gone. It computes nothing and touches no device.
+`jax.distributed.initialize` makes process 0 serve, so that the death of process 0 ends all others at once, before
+they can report which process died. The launcher starts this process instead (`MPMD_SERVICE=external`), so that a
+death of process 0 is as orderly as any other. It prints `ready` when it listens. It ends on SIGTERM, or when its
+stdin ends because the launcher is gone. It computes nothing and touches no device.
 """
 
 import argparse
@@ -15,17 +15,17 @@ import sys
 
 from mpmd import _jax_compat as compat
 
-# The watchdog acts long before; JAX's own verdict ends processes without a word.
+# The watchdog acts long before; JAX's own timeout ends processes without a message.
 _HEARTBEAT_TIMEOUT_S = 24 * 3600
-# How long a process that leaves waits for the others.
+# The time for which a leaving process waits for the others.
 _SHUTDOWN_TIMEOUT_S = 10
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves until stdin ends or SIGTERM comes; the exit status is 69 if the port cannot be had."""
+    """Serves until stdin ends or SIGTERM arrives; the exit status is 69 if the port cannot be used."""
     options = _parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    # A signal that comes just before a read does not interrupt it; the byte that stands for the signal does.
+    # A signal just before a read does not interrupt the read, but the signal's byte in this socket does.
     of_signals, written = socket.socketpair()
     written.setblocking(False)
     signal.set_wakeup_fd(written.fileno())
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     while select.select([sys.stdin, of_signals], [], []) and os.read(sys.stdin.fileno(), 4096):
         pass
     del service
-    # Clients that are still connected are no reason to stay.
+    # Exits even if clients are still connected.
     os._exit(0)
 
 
@@ -66,7 +66,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _check_free(bind: str, port: int) -> None:
-    """Raises OSError where somebody listens: gRPC would share the port with another service, and mix two jobs up."""
+    """Raises OSError if another process listens: gRPC would share the port with it, and mix up two jobs."""
     host = bind.strip("[]")
     if host == "::" and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"  # as gRPC does

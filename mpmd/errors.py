@@ -8,7 +8,7 @@ class StageError(ValueError):
 
 
 class ReshardError(ValueError):
-    """Arrays cannot be moved to the layout that was asked for; nothing was moved."""
+    """Arrays cannot be moved to the requested layout; nothing was moved."""
 
 
 class HangError(RuntimeError):
@@ -16,11 +16,11 @@ class HangError(RuntimeError):
 
 
 class RankLostError(HangError):
-    """A process was lost, and a spare takes its place: `mpmd.resilient` goes on from the last state that is kept."""
+    """A process was lost, and a spare replaces it: `mpmd.resilient` continues from the last state that is kept."""
 
 
 class CorruptionError(RuntimeError):
-    """A device computed other bits than others do from the same values: it, its memory or a link is faulty."""
+    """A device computed other bits than others from the same values: the device, its memory or a link is faulty."""
 
 
 __all__ = ["CorruptionError", "HangError", "ReshardError", "ScheduleError", "StageError"]

@@ -3,4 +3,4 @@
 from typing import Any
 
 PyTree = Any  # JAX's pytrees have no type of their own
-TreeDef = Any  # JAX's PyTreeDef, of which type checkers see a variable
+TreeDef = Any  # JAX's PyTreeDef, which is a variable to type checkers

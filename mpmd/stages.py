@@ -1,7 +1,7 @@
-"""`Traced` and `Lowered`: what a step goes through before it is `Compiled`, as in `jax.stages`.
+"""`Traced` and `Lowered`: the stages of a step before it is `Compiled`, as in `jax.stages`.
 
-Each can be printed and asked. A trace and a partition depend on shapes alone; devices come in with `Compiled`, which
-places the arguments and runs the program.
+Each can be printed and inspected. A trace and a partition depend on shapes alone; only `Compiled` depends on devices:
+it places the arguments and runs the program.
 """
 
 import copy
@@ -44,18 +44,18 @@ from scheduler.base.collector import without_collection
 from scheduler.base.texts import counted
 from scheduler.base.waiting import waiting
 
-# Of a list of microbatches (its path), with the cuts of its loop: the step for each shape, and which microbatch has
-# which shape.
+# Maps a list of microbatches (its path) and the cuts of its loop to the step for each shape, and to the number of the
+# shape of each microbatch.
 Shapes = Callable[[lists.Path, tuple[int, ...] | None], "tuple[Sequence[Traced], Sequence[int]]"]
 
 
 def shape_of(mesh: MpmdMesh) -> tuple[Hashable, ...]:
-    """All of a mesh that a trace and its partition depend on: everything but the devices."""
+    """Returns the properties of a mesh that a trace and its partition depend on: all except the devices."""
     return mesh.tracing_mesh().abstract_mesh, mesh.mpmd_axis_name, tuple(g.abstract_mesh for g in mesh.groups)
 
 
 def check_options(options: CompilerOptions | None, name: str, num_stages: int | None = None) -> None:
-    """Options for XLA are single values by name, for all programs or, in a mapping, for the tasks of a stage."""
+    """Checks options for XLA: values by name, for all programs or, in a mapping by stage, for the tasks of a stage."""
     if not isinstance(options, Mapping | None):
         raise ValueError(f"{name}: compiler_options is {options!r:.80}; give a dict of XLA's options by name.")
     for key, value in (options or {}).items():
@@ -85,7 +85,7 @@ class Traced:
     _shapes: "Shapes | None" = None
     _audit_every: int = 0
     _for_call: ForCall | None = None
-    _moves: bool = False  # its results are its arguments, each of which is whole where its hint says
+    _moves: bool = False  # its results are its arguments, each of them whole in the groups of its hint
 
     @property
     def jaxpr(self) -> compat.ClosedJaxpr:
@@ -102,7 +102,7 @@ class Traced:
         """Cuts the step into tasks and places everything on groups.
 
         Args:
-          mpmd_mesh: other devices than the step was traced for, in a mesh of the same shape.
+          mpmd_mesh: a mesh of the same shape as the traced one, with other devices.
 
         Raises:
           StageError: the step cannot be cut.
@@ -124,8 +124,8 @@ class Traced:
             return self._lower(self._mesh)
 
     def _is_of(self, hints: Sequence[Hint]) -> bool:
-        """Whether arguments in these layouts may have what was made of this trace: it was made for them, or nothing
-        was said of some arguments, and it was compiled to read those where they are now.
+        """Returns whether this trace serves arguments in these layouts. It does if it was made for these layouts, or if
+        it left the layouts of some arguments open and was compiled to read these arguments where they are now.
         """
         if (made_for := self._hints) == tuple(hints):
             return True
@@ -137,7 +137,7 @@ class Traced:
         )
 
     def _lowered_within(self, limit: float) -> "Lowered":
-        """The step for devices of which it may use `limit` bytes: if it needs them, nothing is computed again ahead."""
+        """Returns the step for `limit` bytes per device: without recomputation ahead, if that exceeds the limit."""
         lowered = self._lowered
         outline, ins, donated = lowered._outline, lowered._ins, lowered._donated
         if not _recomputes_too_much_ahead(outline, self._mesh, ins, donated, limit):
@@ -145,10 +145,10 @@ class Traced:
         return self._lower(self._mesh, limit)
 
     def _lower(self, mesh: MpmdMesh, limit: float | None = None) -> "Lowered":
-        """The step, cut for the devices of a mesh.
+        """Cuts the step for the devices of a mesh.
 
         Args:
-          limit: bytes that it may use on each of them; None: all that they have, where that is known.
+          limit: bytes that it may use on each device; None: all memory of the device, where its size is known.
         """
         trace = self._trace
         wish = broadcast(self._out_shardings, trace.out_tree, "out_shardings")
@@ -197,7 +197,7 @@ class Traced:
 def _recomputes_too_much_ahead(
     outline: Outline, mesh: MpmdMesh, ins: Sequence[Hint], donated: frozenset[int], limit: float | None
 ) -> bool:
-    """Whether stages compute something again before they have their gradient, for which devices lack the memory."""
+    """Returns whether stages recompute before their gradient arrives, and devices lack the memory for that."""
     if limit is None or not any(t.place.kind == "R" for loop in outline.loops for t in loop.partition.tasks):
         return False
     memory = draft_of(outline, mesh, [h.layout for h in ins], donated).memory()
@@ -205,7 +205,7 @@ def _recomputes_too_much_ahead(
 
 
 def _same(loop: Loop, lowered: "Lowered") -> Loop:
-    """That loop of the step for microbatches of another shape."""
+    """Returns the same loop in the step for microbatches of another shape."""
     return next(other for other in lowered._outline.loops if other.number == loop.number)
 
 
@@ -216,7 +216,7 @@ def _mover(
     avals: Sequence[compat.Aval],
     targets: Sequence[MpmdSharding],
 ) -> Compiled:
-    """A step that moves arrays, whose shapes are `avals`, to where another step reads them."""
+    """Compiles a step that moves arrays with the types `avals` to the shardings in which another step reads them."""
     hints = tuple(hint_of(x.mpmd_sharding, x, mesh, name) for x, name in zip(arrays, names, strict=True))
     tree = jax.tree.structure((tuple(avals), {}))
     trace = trace_step(lambda *arrays: list(arrays), avals, tree, names, mesh)
@@ -240,7 +240,7 @@ class Lowered:
     _for_call: ForCall | None = None
 
     def as_text(self) -> str:
-        """Each stage's tasks: their equations, what they read and write, and the bytes that cross."""
+        """Returns each stage's tasks as text: their equations, reads and writes, and the bytes that cross groups."""
         return str(self._outline)
 
     __str__ = as_text
@@ -250,22 +250,21 @@ class Lowered:
 
     @property
     def cuts(self) -> tuple | None:
-        """How many layers each stage gets, as `treduce(cuts=...)` takes it; None where `mark_stage_end` says it.
-
-        Of a step with several loops, a tuple with the cuts of each.
+        """The number of layers of each stage, in the form of `treduce(cuts=...)`; None where `mark_stage_end` marks
+        the stages. For a step with several loops, a tuple with the cuts of each.
         """
         found = tuple(loop.partition.info.cuts for loop in self._outline.loops)
         return found[0] if len(found) == 1 else found or None
 
     @compat.api_boundary
     def costs(self, loop: int = -1) -> Costs:
-        """What the tasks of a loop take and hold, by the roofline of the devices. Compiles nothing.
+        """Estimates time and memory of the tasks of a loop, by the roofline of the devices. Compiles nothing.
 
-        `scheduler.simulate`, `search` and `order_microbatches` take it. Of a loop over a list, the costs of each of its
-        microbatches are in it (`Costs.microbatches`), and the others are those of the largest.
+        The result is an argument of `scheduler.simulate`, `search` and `order_microbatches`. For a loop over a list, it
+        contains the costs of each microbatch (`Costs.microbatches`); its other costs are for the largest microbatch.
 
         Args:
-          loop: which one of the step, the last one by default.
+          loop: the number of the loop; by default the last one of the step.
 
         Raises:
           ValueError: the step has no such loop.
@@ -282,11 +281,11 @@ class Lowered:
 
     @functools.cached_property
     def _draft(self) -> Draft:
-        """The step, and what it needs, before it is compiled."""
+        """The step and its memory, as estimated before it is compiled."""
         return draft_of(self._outline, self._mesh, [h.layout for h in self._ins], self._donated)
 
     def _of_list(self, loop: Loop, machine: Machine) -> ListFigures | None:
-        """Of a loop over a list."""
+        """Returns the figures of a loop over a list; None for other loops."""
         if loop.partition.info.path is None or self._shapes is None:
             return None
         every = self._of_microbatches(loop)
@@ -295,12 +294,12 @@ class Lowered:
         return ListFigures(self._figures(loop, machine), producers, tuple(known[step] for step in every))
 
     def _shares_on(self, machine: Machine) -> Shares:
-        """What each microbatch of its lists does beside the largest."""
+        """Returns the shares: the work of each microbatch in the step's lists, relative to the largest one."""
         found = {loop.number: self._of_list(loop, machine) for loop in self._outline.loops}
         return Shares({number: of_list for number, of_list in found.items() if of_list is not None})
 
     def _of_microbatches(self, loop: Loop | None = None) -> "list[Lowered]":
-        """Of a loop over a list (the first one), the step for each of its microbatches; else the step alone."""
+        """Returns, for a loop over a list (by default the first), the step for each microbatch; else only this step."""
         loops = self._outline.loops if loop is None else [loop]
         path = next((one.partition.info.path for one in loops if one.partition.info.path), None)
         if path is None or self._shapes is None:
@@ -310,7 +309,7 @@ class Lowered:
 
     @compat.api_boundary
     def estimate(self) -> dict[int, dict[str, int]]:
-        """`Compiled.memory_analysis()` for every group before anything is compiled, roughly. Costs no compilation."""
+        """Estimates `Compiled.memory_analysis()` for every group. Compiles nothing."""
         return self._draft.memory()
 
     @compat.api_boundary
@@ -318,10 +317,10 @@ class Lowered:
         """Compiles each distinct task once, builds the program and checks it.
 
         Args:
-          compiler_options: for XLA, as in `jax.stages.Lowered.compile`; they go before those of `mpmd.jit`.
+          compiler_options: options for XLA, as in `jax.stages.Lowered.compile`; they override options of `mpmd.jit`.
 
         Returns:
-          What a call of the jitted step runs, too, if `compiler_options` are not given.
+          The compiled step; without `compiler_options`, a call of the jitted step runs the same one.
         """
         check_options(compiler_options, "compile")
         with joining.compiling():
@@ -343,11 +342,11 @@ class Lowered:
         kind: type[Compiled] = Compiled,
         others: Compiled | None = None,
     ) -> Compiled:
-        """As `compile`, but a first call may begin while later programs are compiled.
+        """Compiles the step, without waiting: a first call may begin while later programs are compiled.
 
         Args:
-          kind: what to make.
-          others: a step that was compiled with the same options, whose programs are used too.
+          kind: the class of the result.
+          others: a step that was compiled with the same options; its programs are reused.
         """
         described = compat.described_options(self._mesh.groups[0].devices.flat[0])
         options: dict[str | int, object] = {**described, **self._options, **(compiler_options or {})}
@@ -371,7 +370,7 @@ class Lowered:
                 programs.compiler.close()
 
     def _warnings(self, programs: StepPrograms) -> Iterator[str]:
-        """What costs so much that it is said without being asked; `explain()` says it, too."""
+        """Yields warnings about costs that are too large to go unmentioned; `explain()` has them, too."""
         if (repeated := repetition(programs)) is not None:
             yield repeated
         for loop in self._outline.loops:

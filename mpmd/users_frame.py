@@ -7,13 +7,13 @@ import sys
 
 import jax
 
-# What stands between a user's call and a warning of ours: cached properties are functions of functools, and decorators
-# that enter a context are contextlib's.
+# Files of the frames between a user's call and our warning: functools has cached properties, and contextlib has
+# decorators that enter a context.
 _NOT_THE_USERS = (os.path.dirname(__file__), jax.__path__[0], functools.__file__, contextlib.__file__)
 
 
 def users_frame() -> int:
-    """How many frames above its caller the user's code is: the `stacklevel` of a warning there."""
+    """Returns how many frames the user's code is above the caller: the `stacklevel` of a warning there."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""Says which equation needs the device itself, where a program for devices that are not here cannot be compiled."""
+"""Names the equation that needs the device itself, where a program for absent devices cannot be compiled."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ _CALLBACKS = ("debug_print", "debug_callback", "pure_callback", "io_callback")
 
 @contextlib.contextmanager
 def needs_said(program: compat.XlaProgram) -> Iterator[None]:
-    """Around the lowering and the compilation of a program. Errors on devices that are here stay what they are.
+    """Explains errors of lowering or compiling a program inside this context. On present devices they are unchanged.
 
     Raises:
-      ValueError: the devices are described, and the program holds what is compiled only where they are.
+      ValueError: the devices are described, and the program has an equation that compiles only where they are.
     """
     try:
         yield
@@ -31,7 +31,7 @@ def needs_said(program: compat.XlaProgram) -> Iterator[None]:
 
 
 def _needs(jaxpr: compat.Jaxpr) -> Iterator[str]:
-    """What equations need of a device, in words, with the user's lines."""
+    """Yields, in words and with the user's lines, why equations need the device."""
     for eqn in jaxpr.eqns:
         name, where = eqn.primitive.name, compat.source_line(eqn)
         if name in _CALLBACKS:

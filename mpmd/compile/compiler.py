@@ -1,8 +1,8 @@
 """Finds programs that are equal (equal stages, say), and compiles each once, with shardings in data-flow order.
 
-What a program's inputs are sharded like is known from the user, from the program that made them, or (the
-first use of an argument) chosen by XLA; its outputs tell the next program. The whole step is never compiled
-as one. Equal programs are compiled once and loaded on the devices of each group that runs them.
+The shardings of a program's inputs come from the user, from the program that made them, or (at the first use
+of an argument) from XLA; its output shardings go to the next program. The whole step is never compiled as
+one program. Equal programs are compiled once and loaded on the devices of each group that runs them.
 """
 
 import dataclasses
@@ -21,25 +21,25 @@ from mpmd.compile.updates import Instance, Update, apart, common_leaves, joined
 from mpmd.errors import StageError
 from mpmd.graphs import equations
 
-CompilerOptions = Mapping[Any, Any]  # by name; or by stage, a mapping of those of its tasks
+CompilerOptions = Mapping[Any, Any]  # by name; or by stage, a mapping of the options of its tasks
 
-_WORTH_A_CALL = 16  # equations that a program must have, for others to be compiled as that one and what is around it
+_WORTH_A_CALL = 16  # the fewest equations of a program that others call, instead of compiling these equations again
 
 
 class Compiler:
-    """Compiles jaxprs for groups, each distinct one once. Counts what it did.
+    """Compiles jaxprs for groups, each distinct jaxpr once. Counts the programs.
 
-    Programs whose shardings are all known beforehand (groups of one device; Explicit axes) are compiled beside each
-    other. Of two such programs of one family of which one holds the other, the larger one is compiled as the smaller
-    one and what is around it, in every process alike. Those of which none holds another, but which are alike for long
-    stretches (stages of two and of three layers), run these stretches as programs of their own. What runs in other
-    processes alone is compiled here only where the shardings that it tells are needed.
+    Programs with shardings that are all known beforehand (groups of one device; Explicit axes) are compiled in
+    parallel. If one of them contains another one of its family, it runs the smaller program, and only its other
+    equations are compiled for it; every process decides alike. Programs that share long stretches without containing
+    each other (stages of two and of three layers) run these stretches as separate programs. A program that only other
+    processes run is compiled here only if its shardings are needed.
 
     Args:
-      traced_on: the abstract mesh that jaxprs come on.
+      traced_on: the abstract mesh that the jaxprs were traced on.
       own: the meshes of this process's groups.
-      options: for XLA, as `compiler_options` of `mpmd.jit`.
-      others: a compiler for the same groups, whose programs are used too.
+      options: options for XLA, as `compiler_options` of `mpmd.jit`.
+      others: a compiler for the same groups; its programs are reused.
     """
 
     def __init__(
@@ -63,30 +63,30 @@ class Compiler:
 
     @property
     def num_programs(self) -> int:
-        """Distinct programs, and those that could not be loaded and were compiled once more."""
+        """The number of distinct programs, plus recompilations of programs that could not be loaded."""
         return self.num_compiled + self.num_stored
 
     @property
     def num_compiled(self) -> int:
-        """Programs that were compiled, or found by JAX after they were lowered."""
+        """The number of programs that were compiled, or found in JAX's cache after lowering."""
         return self._threads.num_compiled
 
     @property
     def num_stored(self) -> int:
-        """Programs that an earlier process compiled; these were not even lowered."""
+        """The number of programs that an earlier process compiled; these were not even lowered."""
         return self._threads.num_stored
 
     @property
     def num_loaded(self) -> int:
-        """How often a compiled program was put on other devices."""
+        """How often a compiled program was loaded on further devices."""
         return self._threads.num_loaded
 
     def close(self) -> None:
-        """No more programs will come; those under way are finished."""
+        """Accepts no more programs; compilations under way are finished."""
         self._threads.close()
 
     def release(self) -> None:
-        """No program will be loaded on other devices."""
+        """Releases what only loading on further devices needs."""
         for distinct in self._distinct.values():
             distinct.release()
 
@@ -102,15 +102,15 @@ class Compiler:
         reuse: ReuseRule | None = None,
         stage: int | None = None,
     ) -> Executable:
-        """`closed` (traced on `traced_on`) for the group `mesh`; it may wait for `start`.
+        """Compiles `closed` (traced on `traced_on`) for the group `mesh`; this may wait for `start`.
 
         Args:
-          name: for HLO dumps and profiles. Of equal programs, the first one's counts.
-          family: what programs it may be compiled as, if `reuse` allows it.
+          name: the name in HLO dumps and profiles. Equal programs have the name of the first.
+          family: the program may run programs of this family as parts, if `reuse` allows it.
           in_shardings, out_shardings: None lets XLA choose.
-          donate: arguments whose memory the program may take over.
-          reuse: when it may be compiled as another such program and what is around that; None: never.
-          stage: of which it is a task, if any; it may have options of its own.
+          donate: arguments that the program may take over.
+          reuse: when the program may run another one as a part; None: never.
+          stage: the stage of a task, which may have its own options; None for other programs.
         """
         options = self._of_all
         if stage in self.options:
@@ -140,12 +140,10 @@ class Compiler:
         return Executable(name, mesh, distinct, ins, outs)
 
     def fuse(self, name: str, first: Executable, second: Executable) -> Executable | None:
-        """Two programs of a group as one: arguments and results of the first, then those of the second.
+        """Fuses two programs of a group: arguments and results of the first, then of the second.
 
-        None if they have other options.
-
-        Where one of them runs in parts, the inner ones become one program, with the others before and after it: it
-        rounds as they do alone.
+        Returns None if their options differ. Where one of them runs in parts, the inner parts become one program, with
+        the other parts before and after it, so that it rounds like the separate programs.
         """
         mesh = first.mesh
         if first.compiled.program.options != second.compiled.program.options:
@@ -165,11 +163,11 @@ class Compiler:
         takes: Sequence[Sequence[int]],
         results: Sequence[int],
     ) -> Executable:
-        """Two programs of a group that run one after the other as one. Nothing is compiled for it.
+        """Combines two programs of a group that run one after the other. Compiles nothing.
 
         Args:
-          takes, results: positions of the arguments of each half and of the results among the `num_args` arguments of
-            the whole and, after them, the results of the first and of the second half.
+          takes, results: positions of the arguments of each half, and of the results of the whole. They count the
+            `num_args` arguments of the whole, then the results of the first half, then those of the second.
         """
         mesh, programs = halves[0].mesh, [half.compiled for half in halves]
         closed = _joined(name, [p.program.closed for p in programs], takes, num_args, results)
@@ -193,7 +191,7 @@ class Compiler:
         return Executable(name, mesh, chain, tuple(ins), tuple(outs))
 
     def start(self) -> None:
-        """Begins to compile what has come since the last time, the largest first."""
+        """Begins to compile the programs since the last `start`, the largest first."""
         waiting, self._waiting = self._waiting, {}
         ascending = sorted(waiting, key=lambda d: num_equations(d.jaxpr))
         self._share_leaves([d for d in ascending if waiting[d].by_leaves])
@@ -217,14 +215,14 @@ class Compiler:
         outs: Sequence[NamedSharding | None],
         donate: Sequence[int],
     ) -> tuple[DistinctProgram, bool]:
-        """The program, and whether it is new."""
+        """Returns the distinct program, and whether it is new."""
         key = (
             compat.jaxpr_key(closed), _where(mesh),
             tuple(map(_spec, ins)), tuple(map(_spec, outs)), tuple(donate), repr(options),
         )  # fmt: skip
         found = self._distinct.get(key)
         if found is None:
-            # It keeps `closed`: keys hold identities of its constants.
+            # The program keeps `closed` alive: keys contain identities of its constants.
             program = compat.XlaProgram(name, closed, mesh, tuple(ins), tuple(outs), tuple(donate), options)
             self._distinct[key] = found = DistinctProgram(self._threads, program, family)
             return found, True
@@ -233,7 +231,7 @@ class Compiler:
         return found, False
 
     def _rebased(self, name: str, closed: compat.ClosedJaxpr, mesh: Mesh) -> compat.ClosedJaxpr:
-        """`closed` on the group's mesh, and without the devices of any."""
+        """Returns `closed` on the group's abstract mesh, without any devices."""
         try:
             return compat.rebase(closed, mesh.abstract_mesh, self.traced_on)
         except ValueError as e:
@@ -266,7 +264,7 @@ class Compiler:
         return fused
 
     def _fused_parts(self, name: str, first: DistinctProgram, second: DistinctProgram, mesh: Mesh) -> Parts:
-        """What stands before the inner programs of both, these as one, and what comes after."""
+        """Returns the parts before both inner programs, these two as one program, and the parts after them."""
         halves = [d.parts or Parts.whole(d) for d in (first, second)]
         num_args = [len(d.jaxpr.invars) for d in (first, second)]
         at = [list(range(num_args[0])), list(range(num_args[0], sum(num_args)))]  # where each half's values are
@@ -291,7 +289,7 @@ class Compiler:
     # --- programs in parts ------------------------------------------------------------------------
 
     def _reuse(self, distinct: DistinctProgram, reuse: ReuseRule) -> None:
-        """Finds a program that makes up most of `distinct`, or offers it to those that come."""
+        """Divides `distinct` by a known program that it contains, or else offers it to later programs."""
         pattern = self._pattern(distinct)
         if pattern.size < _WORTH_A_CALL or distinct.program.closed.consts:
             return
@@ -300,7 +298,7 @@ class Compiler:
             known.append((pattern, distinct))
 
     def _share_blocks(self, programs: Sequence[DistinctProgram]) -> None:
-        """Programs of a family that are alike for a stretch run it as a program of its own."""
+        """Makes programs of a family run a stretch that they share as a separate program."""
         families: dict[Hashable, list[DistinctProgram]] = defaultdict(list)
         for distinct in programs:
             families[distinct.family, _where(distinct.program.mesh)].append(distinct)
@@ -311,11 +309,11 @@ class Compiler:
                 whole = wholes[patterns.index(spans[0].pattern)]
                 block = self._block(whole, spans)
                 divided = [d for d in _undivided(family) if block and self._divide(d, [block], independent=False)]
-                if len(divided) == 1:  # one call more would be in vain
+                if len(divided) == 1:  # a block with one caller saves nothing
                     divided[0].parts = None
 
     def _block(self, whole: DistinctProgram, spans: Sequence[BlockSite]) -> tuple[Pattern, DistinctProgram] | None:
-        """The first of equal stretches, which is of `whole`; None where its shardings are not known."""
+        """Makes a program of the first of equal stretches, which is in `whole`; None if a sharding is not known."""
         program, block = whole.program, block_of(spans)
         shardings = whole.shardings
         ins, outs = (
@@ -334,7 +332,7 @@ class Compiler:
     def _divide(
         self, distinct: DistinctProgram, known: Sequence[tuple[Pattern, DistinctProgram]], independent: bool
     ) -> bool:
-        """Runs `distinct` as one of `known` and what is around it, and this in the same way, if it holds one."""
+        """Makes `distinct` run one of `known` as a part, if it contains one. Divides the other parts likewise."""
         pattern = self._pattern(distinct)
         for other, inner in sorted(known, key=lambda k: k[0].size, reverse=True):
             is_worth_it = 2 * other.size >= pattern.size or other.size >= LEAST
@@ -359,10 +357,10 @@ class Compiler:
         given: Mapping[int, DistinctProgram],
         inner: int = 0,
     ) -> Parts | None:
-        """The programs to run `whole` as; None where one has other shardings or takes over what it must not.
+        """Returns the parts to run `whole` as; None if a part has other shardings, or donates a value that is live.
 
         Args:
-          given: those of the pieces that are there already.
+          given: by position, the programs of pieces that exist already.
           inner: as in `Parts`.
         """
         program, arguments, results = whole.program, whole.jaxpr.invars, whole.jaxpr.outvars
@@ -406,7 +404,7 @@ class Compiler:
     # --- updates by leaves ------------------------------------------------------------------------
 
     def _share_leaves(self, programs: Sequence[DistinctProgram]) -> None:
-        """Updates that do the same with many leaves run this as a program of its own."""
+        """Makes updates run the work that they share, on many leaves, as separate programs."""
         updates: dict[Hashable, list[tuple[DistinctProgram, Update]]] = defaultdict(list)
         for distinct in programs:
             update = self._update(distinct) if self._pattern(distinct).can_be_cut else None
@@ -421,7 +419,7 @@ class Compiler:
                 for instance in instances:
                     shared[instance.number].append((instance.piece, program))
             for (distinct, update), mine, rest in zip(alike, shared, left, strict=True):
-                if mine and distinct not in (program for _, program in mine):  # it may be what others hold
+                if mine and distinct not in (program for _, program in mine):  # it may be the shared program itself
                     last = joined([*rest, update.last], distinct.jaxpr.outvars)
                     pieces = [update.numbers, *(piece for piece, _ in mine), last]
                     given = {id(piece): program for piece, program in mine}
@@ -438,7 +436,7 @@ class Compiler:
         return apart(jaxpr, spec, [jaxpr.invars[i] for i in distinct.program.donate])
 
     def _program_of_leaves(self, whole: DistinctProgram, instances: Sequence[Instance]) -> DistinctProgram:
-        """The first of instances that are alike, which is of `whole`."""
+        """Returns the program of the first of equal instances, which is in `whole`."""
         model, program, shardings = instances[0], whole.program, whole.shardings
         reads, writes = model.piece.reads, model.piece.writes
         begin = len(reads)
@@ -457,12 +455,12 @@ def _joined(
     num_args: int,
     results: Sequence[int],
 ) -> compat.ClosedJaxpr:
-    """Programs as one; positions as in `Parts`."""
+    """Joins programs into one; positions as in `Parts`."""
     at: dict[int, Any] = {}
     eqns: list[compat.JaxprEqn] = []
     begin = num_args
     for program, taken in zip(programs, takes, strict=True):
-        jaxpr = compat.with_new_vars(program).jaxpr  # several may hold the same cheap equation
+        jaxpr = compat.with_new_vars(program).jaxpr  # several programs may have the same cheap equation
         names = {v: at.setdefault(i, v) for i, v in zip(taken, jaxpr.invars, strict=True)}
         eqns += compat.renamed_equations(jaxpr.eqns, names)
         at |= {i: compat.renamed(v, names) for i, v in enumerate(jaxpr.outvars, begin)}
@@ -471,7 +469,7 @@ def _joined(
 
 
 def _undivided(programs: Iterable[DistinctProgram]) -> list[DistinctProgram]:
-    """What programs run that is not compiled yet, each once."""
+    """Returns the programs that `programs` run and that are not compiled yet, each once."""
     return list(dict.fromkeys(p for whole in programs for p in whole.runs if not p.is_started))
 
 
@@ -484,7 +482,7 @@ def _shape(mesh: Mesh) -> Hashable:
 
 
 def _typed(aval: compat.Aval, mesh: Mesh) -> NamedSharding | None:
-    """The sharding that follows from a type alone: on one device, on Explicit axes, of scalars."""
+    """Returns the sharding that follows from a type alone: on one device, on Explicit axes, for scalars."""
     kind = compat.memory_kind(aval)
     if mesh.size == 1 or equations.size(aval) <= 1:
         return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)

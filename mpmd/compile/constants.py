@@ -1,9 +1,9 @@
-"""Constants in which programs differ that are equal otherwise become arguments, so that these are one program.
+"""Turns constants into arguments where programs are equal except for them, so that one program serves all.
 
-Each layer has a dropout mask of its own because a number goes into its key (a counter, the hash of the layer's name),
-or because its key is another row of `jax.random.split`. Such integers, and where such a slice begins, are given to the
-program with each call. A constant stays where floats are computed of it: XLA would round otherwise without it. What a
-`scan` reads row by row is no such constant: it is read at run time in a program of its own as well.
+For example, each layer has its own dropout mask because its key depends on a number (a counter, the hash of the layer's
+name), or because its key is another row of `jax.random.split`. Such integers, and the start of such a slice, become
+arguments of each call. A constant that floats are computed from stays: without it, XLA would round differently. The
+rows that a `scan` reads are no such constants: the program reads them at run time, even when it is compiled alone.
 """
 
 import itertools
@@ -20,21 +20,21 @@ from mpmd.graphs import equations
 from mpmd.tracing.folding import integer_of
 from mpmd.tracing.new_equations import Atom
 
-# What an equation is like without its constants, and the number of one of these.
+# The kind of an equation (without its constants), and the number of one of its constants.
 _Site: TypeAlias = tuple[int, int]
-# From a constant to what stands for it; None leaves it.
+# Maps a constant to its replacement; None leaves the constant.
 _Fill: TypeAlias = Callable[[compat.Literal], Atom | None]
 
 
 class WithConstants(NamedTuple):
-    """A program whose first arguments are constants, and their values."""
+    """A program with constants as its first arguments, and their values."""
 
     closed: compat.ClosedJaxpr
     constants: tuple[np.generic, ...]
 
 
 def with_constants(programs: Sequence[compat.ClosedJaxpr]) -> list[WithConstants]:
-    """Programs, with those constants as arguments in which some differ from others that they equal or hold."""
+    """Returns programs with arguments for the constants that differ between otherwise equal (parts of) programs."""
     kinds: dict[Hashable, int] = {}
     outlines = [_Outline(closed.jaxpr, kinds) for closed in programs]
     sites = _differing(outlines)
@@ -46,12 +46,12 @@ def with_constants(programs: Sequence[compat.ClosedJaxpr]) -> list[WithConstants
 
 
 class _Outline:
-    """The equations of a program apart from their constants.
+    """The equations of a program without their constants.
 
     Attributes:
-      kinds: of each equation; one number for those that differ in constants alone.
-      constants: of each equation.
-      values: at each place where there are constants, these.
+      kinds: per equation, a number that is equal for equations that differ only in constants.
+      constants: per equation, its constants.
+      values: per site, the constants there, with their counts.
     """
 
     def __init__(self, jaxpr: compat.Jaxpr, numbers: dict[Hashable, int]):
@@ -75,12 +75,12 @@ class _Outline:
         self.weights = [1 + sum(1 for _ in compat.equations_inside(e)) for e in jaxpr.eqns]
 
     def may_hold(self, other: "_Outline") -> bool:
-        """Whether the other program may be most of this one."""
+        """Returns whether the other program may be most of this one."""
         return 2 * other.count.total() >= self.count.total() and not other.count - self.count
 
 
 def _differing(outlines: Sequence[_Outline]) -> set[_Site]:
-    """Where a program has other constants than one that it holds, or equals, but for them."""
+    """Finds the sites where a program has other constants than an otherwise equal program, or part of a program."""
     found: set[_Site] = set()
     first_of: dict[Hashable, _Outline] = {}
     for outline in outlines:
@@ -100,7 +100,7 @@ def _differing(outlines: Sequence[_Outline]) -> set[_Site]:
 
 
 def _lifted(closed: compat.ClosedJaxpr, outline: _Outline, sites: set[_Site]) -> WithConstants:
-    """A program with the constants at `sites` as its first arguments."""
+    """Returns a program with the constants at `sites` as its first arguments."""
     arguments: list[tuple[compat.Var, compat.Literal, _Site]] = []
     eqns = list(_with_arguments(outline, sites, arguments))
     jaxpr = compat.new_jaxpr(closed.jaxpr, invars=[*(v for v, _, _ in arguments), *closed.jaxpr.invars], eqns=eqns)
@@ -111,7 +111,7 @@ def _lifted(closed: compat.ClosedJaxpr, outline: _Outline, sites: set[_Site]) ->
 def _with_arguments(
     outline: _Outline, sites: set[_Site], arguments: list[tuple[compat.Var, compat.Literal, _Site]]
 ) -> Iterator[compat.JaxprEqn]:
-    """The equations of a program with variables for the constants at `sites`, which are appended to `arguments`."""
+    """Yields the equations of a program with variables for the constants at `sites`; appends these to `arguments`."""
     kinds = {kind for kind, _ in sites}
     for kind, eqn in zip(outline.kinds, outline.jaxpr.eqns, strict=True):
         numbers = itertools.count()
@@ -130,9 +130,9 @@ def _with_arguments(
 
 
 def _filled(eqn: compat.JaxprEqn, fill: _Fill) -> compat.JaxprEqn:
-    """An equation with something else for its constants: integer scalars, and where a slice begins.
+    """Returns an equation with replaced constants: integer scalars, and the start of a slice.
 
-    Of those that hold other equations, a `checkpoint` has theirs.
+    For a `checkpoint`, the constants of its inner equations count too. Other equations with inner ones are unchanged.
     """
     name = eqn.primitive.name
     if eqn.effects or (name != compat.CHECKPOINT and any(True for _ in compat.jaxprs_in(eqn.params))):
@@ -145,7 +145,7 @@ def _filled(eqn: compat.JaxprEqn, fill: _Fill) -> compat.JaxprEqn:
 
 
 def _filled_slice(eqn: compat.JaxprEqn, fill: _Fill) -> compat.JaxprEqn:
-    """A slice as one that begins where its operands say, if one of these is asked for."""
+    """Returns a slice as a dynamic slice with start operands, if a start is replaced."""
     sizes = eqn.outvars[0].aval.shape
     operand = eqn.invars[0].aval
     starts = [compat.Literal(np.int32(s), _INDEX) for s in eqn.params["start_indices"]]
@@ -157,7 +157,7 @@ def _filled_slice(eqn: compat.JaxprEqn, fill: _Fill) -> compat.JaxprEqn:
 
 
 def _filled_checkpoint(eqn: compat.JaxprEqn, fill: _Fill) -> compat.JaxprEqn:
-    """A checkpoint whose equations get what is asked for as further operands."""
+    """Returns a checkpoint with the replacements for constants of its inner equations as further operands."""
     more: dict[compat.Var, Atom] = {}
 
     def inner_fill(literal: compat.Literal) -> Atom | None:
@@ -179,26 +179,26 @@ def _filled_checkpoint(eqn: compat.JaxprEqn, fill: _Fill) -> compat.JaxprEqn:
 _INDEX = compat.shaped_array(np.int32(0))
 
 
-# --- floats that are made of constants ------------------------------------------------------------
+# --- floats that are made from constants ----------------------------------------------------------
 
-# Their operands are the arguments of what they hold, but for those before, of which some have more.
+# Their last operands are the arguments of their inner equations; some have more operands before these.
 _TRANSPARENT = {compat.CHECKPOINT, "jit", "closed_call", "scan", "cond"}
-# They round nothing.
+# These round nothing.
 _MOVES = {"dynamic_slice", "slice", "squeeze", "reshape"}
 
 
 def _unsafe(outline: _Outline, sites: set[_Site]) -> set[_Site]:
-    """Of `sites`, those whose constants XLA would make floats of."""
+    """Returns the sites with constants that XLA would compute floats from."""
     arguments: list[tuple[compat.Var, compat.Literal, _Site]] = []
     eqns = list(_with_arguments(outline, sites, arguments))
     return _reach_floats(eqns, {v: {site} for v, _, site in arguments})
 
 
 def _reach_floats(eqns: Sequence[compat.JaxprEqn], known: Mapping[compat.Var, set[_Site]]) -> set[_Site]:
-    """The sites whose constants floats are computed of.
+    """Returns the sites of constants that floats are computed from.
 
     Args:
-      known: variables that follow from constants alone, with the sites of these.
+      known: variables that depend only on constants, with the sites of these constants.
     """
     of, found = dict(known), set[_Site]()
     for eqn in eqns:
@@ -217,7 +217,7 @@ def _reach_floats(eqns: Sequence[compat.JaxprEqn], known: Mapping[compat.Var, se
             continue
         for jaxpr in inner:
             arguments = list(zip(reversed(jaxpr.invars), reversed(eqn.invars), strict=False))
-            if eqn.primitive.name == "scan":  # each iteration reads its row when it runs, also in one program
+            if eqn.primitive.name == "scan":  # each iteration reads its row at run time, whatever the program
                 arguments = arguments[len(eqn.invars) - sum(compat.scan_sizes(eqn)) :]
             constants = {v: set() if isinstance(x, compat.Literal) else of.get(x) for v, x in arguments}
             found |= _reach_floats(jaxpr.eqns, {v: known for v, known in constants.items() if known is not None})

@@ -1,4 +1,4 @@
-"""Decides whose memory a segment may reuse for its results (donation). Needs only the outline; compiles nothing."""
+"""Decides which arguments a segment may reuse for its results (donation). Needs only the outline; compiles nothing."""
 
 from collections import Counter
 from collections.abc import Set
@@ -9,7 +9,7 @@ from mpmd.partition.outline import Outline, OutlineTransfer, Segment
 
 
 def last_uses(outline: Outline) -> dict[tuple[compat.Var, int], int]:
-    """Per variable and group, the position of the last item that reads it there; of results nothing is said."""
+    """Returns, per variable and group, the position of the last item that reads it there. Ignores results."""
     last: dict[tuple[compat.Var, int], int] = {}
     for position, item in enumerate(outline.items):
         if isinstance(item, Segment):
@@ -23,14 +23,14 @@ def last_uses(outline: Outline) -> dict[tuple[compat.Var, int], int]:
 
 
 def donations(outline: Outline, mesh: MpmdMesh, donated_args: Set[int]) -> dict[str, frozenset[compat.Var]]:
-    """Per segment, the arguments that nothing reads afterwards and whose memory a result can use.
+    """Returns, per segment, the arguments that are dead afterwards and that have the type of a result.
 
     Args:
-      donated_args: flat arguments of the step whose memory it may take over.
+      donated_args: flat arguments of the step that it may take over.
     """
     invars, arguments = outline.trace.jaxpr.invars, outline.trace.arguments
     kept = set(invars) - {arguments[i] for i in donated_args}
-    # Where groups share devices, a transfer is an alias; between processes, what is sent stays until it is taken.
+    # Where groups share devices, a transfer is an alias; between processes, a sent value lives until it is received.
     if mesh.groups_share_devices or len({p for ps in mesh.processes for p in ps}) > 1:
         kept |= {t.var for t in outline.items if isinstance(t, OutlineTransfer)}
         kept |= {v for v, groups in zip(invars, outline.inputs, strict=True) if len(groups) > 1}
@@ -49,7 +49,7 @@ def donations(outline: Outline, mesh: MpmdMesh, donated_args: Set[int]) -> dict[
 
 
 def _fitting(free: list[compat.Var], item: Segment) -> frozenset[compat.Var]:
-    """The variables that have the type of a result, one for each result."""
+    """Returns the variables that have the type of a result, one for each result."""
     room = Counter(buffer_type(v) for v in item.writes if not isinstance(v, compat.Literal))
     found = set()
     for v in free:
@@ -60,5 +60,5 @@ def _fitting(free: list[compat.Var], item: Segment) -> frozenset[compat.Var]:
 
 
 def buffer_type(v: compat.Var | compat.Literal) -> tuple[tuple[int, ...] | None, str, str | None]:
-    """Shape, dtype and memory kind: one value can take over the memory of another where these are the same."""
+    """Returns shape, dtype and memory kind. A value can reuse the buffer of another one where these are equal."""
     return getattr(v.aval, "shape", None), str(v.aval.dtype), compat.memory_kind(v.aval)

@@ -1,4 +1,4 @@
-"""Loads one compiled program on the devices of every group that runs it; a program may run as several."""
+"""Loads one compiled program on the devices of every group that runs it. A program may run as several parts."""
 
 import dataclasses
 import math
@@ -21,12 +21,12 @@ from mpmd.graphs import equations
 
 
 class Threads:
-    """Where programs are compiled and loaded beside each other: XLA does not hold Python's lock. Counts them.
+    """Threads that compile and load programs in parallel, since XLA releases Python's lock. Counts the programs.
 
     Attributes:
-      num_compiled: those that were lowered, and compiled or found by JAX.
-      num_stored: those that were found as they are, because an earlier process compiled them.
-      num_loaded: how often one was put on other devices.
+      num_compiled: programs that were lowered, and compiled or found in JAX's cache.
+      num_stored: programs that were found without lowering, because an earlier process compiled them.
+      num_loaded: how often a program was loaded on further devices.
     """
 
     def __init__(self):
@@ -37,12 +37,12 @@ class Threads:
         self._pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="mpmd-compile")
 
     def close(self) -> None:
-        """What comes from now on is done at once; what is under way is finished."""
+        """Closes the threads: later work is done at once by its caller; work under way is finished."""
         self._pool.shutdown(wait=False)
         self._progress.close()
 
     def compile(self, lowered: jax.stages.Lowered, program: compat.XlaProgram) -> Future:
-        """Compiles a program, in a thread."""
+        """Compiles a program in a thread."""
 
         def work() -> compat.LoadedProgram:
             with self._progress.compiling(program.name), needs_said(program):
@@ -53,7 +53,7 @@ class Threads:
         return self.submit(work)
 
     def submit(self, fun: Callable, *args: object) -> Future:
-        """`fun(*args)`, in a thread."""
+        """Calls `fun(*args)` in a thread."""
         try:
             return self._pool.submit(fun, *args)
         except RuntimeError:  # closed
@@ -62,7 +62,7 @@ class Threads:
             return done
 
     def after(self, first: Future, fun: Callable) -> Future:
-        """`fun` of what `first` gives, in a thread, as soon as that is there."""
+        """Calls `fun` with the result of `first`, in a thread, as soon as it is ready."""
         done: Future = Future()
 
         def work() -> None:
@@ -77,25 +77,25 @@ class Threads:
 
 @dataclasses.dataclass(eq=False)
 class DistinctProgram:
-    """A program that equals no other one: compiled once, on the mesh that asked first, and loaded on the others.
+    """A program that equals no other one: compiled once, for the first mesh that needs it, and loaded on the others.
 
     Attributes:
-      program: what is compiled, on the first own mesh that asked, or the first of all; its shardings may be on another
-        mesh of that shape.
-      family: which programs it may be compiled as.
-      parts: other programs that it is run as, if any.
+      program: the program to compile, on the first mesh of this process that needs it, else the first of all; its
+        shardings may be on another mesh of that shape.
+      family: programs of one family may run as parts of each other.
+      parts: other programs that it runs as, if any.
     """
 
     threads: Threads
     program: compat.XlaProgram
     family: str
     parts: "Parts | None" = None
-    loaded: dict[Mesh, Any] = dataclasses.field(default_factory=dict)  # a Future until it is there
-    _first: Future | None = None  # an `Executable`, or None if what is stored cannot be loaded
+    loaded: dict[Mesh, Any] = dataclasses.field(default_factory=dict)  # a Future until it is ready
+    _first: Future | None = None  # of a `LoadedProgram`, or of None if the stored program cannot be loaded
 
     @property
     def jaxpr(self) -> compat.Jaxpr:
-        """What it computes."""
+        """The jaxpr of the program."""
         return self.program.closed.jaxpr
 
     @property
@@ -104,7 +104,7 @@ class DistinctProgram:
         return (self,) if self.parts is None else tuple(p for part in self.parts.programs for p in part.runs)
 
     def made_in(self, result: int) -> tuple[int, ...]:
-        """The part that makes a result, and the part of that one: what is made later is greater."""
+        """Returns the number of the part that makes a result, then of the part in that part. Later ones are greater."""
         if self.parts is None:
             return ()
         position = self.parts.results[result] - len(self.jaxpr.invars)
@@ -116,19 +116,19 @@ class DistinctProgram:
 
     @property
     def is_started(self) -> bool:
-        """Whether it is being compiled, or has been."""
+        """Whether its compilation has begun."""
         return self._first is not None
 
     @property
     def shardings(self) -> dict[compat.Var, NamedSharding | None]:
-        """Those of its arguments and results."""
+        """The shardings of its arguments and results."""
         program = self.program
         return dict(
             zip((*self.jaxpr.invars, *self.jaxpr.outvars), (*program.in_shardings, *program.out_shardings), strict=True)
         )
 
     def lower(self, mesh: Mesh, name: str | None = None) -> jax.stages.Lowered:
-        """The program on a mesh of its shape, under its own name or another one."""
+        """Lowers the program on a mesh of its shape, under its own name or another one."""
         placed = self._program_on(mesh)
         fun, invars = compat.jaxpr_as_fun(placed.closed), self.jaxpr.invars
         args = [compat.abstract(v.aval, s) for v, s in zip(invars, placed.in_shardings, strict=True)]
@@ -150,11 +150,11 @@ class DistinctProgram:
             return jitted.lower(*args)
 
     def _usable(self, placed: compat.XlaProgram) -> list[int]:
-        """The arguments whose memory results take over.
+        """Returns the arguments that results take over.
 
-        Where XLA chooses one of the layouts, JAX forgets which values are in the memory of the host (`_set_up_aliases`
-        in its mlir.py). It would give such a result an argument of its type that is on the device: XLA ends with an
-        error, or the process ends.
+        Where XLA chooses one of the layouts, JAX forgets which values are in host memory (`_set_up_aliases` in its
+        mlir.py). It would pair such a result with an argument of its type in device memory, and XLA would raise an
+        error or crash the process.
         """
         avals = [v.aval for v in (*self.jaxpr.invars, *self.jaxpr.outvars)]
         forgets = None in (*placed.in_shardings, *placed.out_shardings)
@@ -162,7 +162,7 @@ class DistinctProgram:
         return [i for i in placed.donate if (avals[i].shape, avals[i].dtype) not in on_host]
 
     def start(self, mesh: Mesh) -> None:
-        """Begins to compile it, or to load it, in a thread, unless that has begun."""
+        """Begins to compile or load it, in a thread, unless that has begun."""
         if self.parts is not None:
             for part in self.parts.programs:
                 part.start(mesh)
@@ -172,7 +172,7 @@ class DistinctProgram:
             self.loaded[mesh] = self.threads.after(self._first, lambda first: first and first.load_on(mesh))
 
     def _begin(self, mesh: Mesh) -> Future:
-        """Finds what an earlier process compiled, or compiles."""
+        """Begins to load the program that an earlier process stored, or to compile it."""
         program = self._program_on(mesh)
         if (serialized := program.stored()) is not None:
             self.threads.num_stored += 1
@@ -185,7 +185,7 @@ class DistinctProgram:
         return self.threads.compile(lowered, program)
 
     def _program_on(self, mesh: Mesh) -> compat.XlaProgram:
-        """The program on a mesh of its shape."""
+        """Returns the program on a mesh of its shape."""
         ins, outs = (
             tuple(None if s is None else on_mesh(mesh, s) for s in shardings)
             for shardings in (self.program.in_shardings, self.program.out_shardings)
@@ -193,14 +193,14 @@ class DistinctProgram:
         return dataclasses.replace(self.program, mesh=mesh, in_shardings=ins, out_shardings=outs)
 
     def _origin(self) -> compat.LoadedProgram:
-        """The program on the mesh that asked first; waits for it."""
+        """Waits for the program on the first mesh, and returns it."""
         assert self._first is not None  # by start
-        if self._first.result() is None:  # what is stored cannot be loaded
+        if self._first.result() is None:  # the stored program cannot be loaded
             self._first = self._compile(self._program_on(next(iter(self.loaded))))
         return self._first.result()
 
     def on(self, mesh: Mesh) -> Any:
-        """What to call, with flat arrays; waits for the compilation. If that fails, the next call compiles again."""
+        """Waits for the compilation, and returns a callable for flat arrays. After a failure, a call compiles again."""
         try:
             return self._on(mesh)
         except Exception:
@@ -216,7 +216,7 @@ class DistinctProgram:
         found = self.loaded.get(mesh)
         if self.parts is not None:
             found = found or Chain(self, self.parts, mesh)
-        elif found is None:  # described: there is nothing to load, the program is the same for all groups
+        elif found is None:  # described devices load nothing, and all groups have the same program
             found = self._origin().compiled
         elif isinstance(found, Future):
             found = self._waited(found, mesh)
@@ -234,13 +234,13 @@ class DistinctProgram:
         return compiled
 
     def release(self) -> None:
-        """No other mesh is expected."""
+        """Releases what only loading on further meshes needs: no other mesh is expected."""
         first = self._first
         if first is not None and first.done() and first.exception() is None and first.result() is not None:
             first.result().release()
 
     def text(self, dialect: str, name: str) -> str:
-        """The program as it goes to XLA under a name (`stablehlo`), or as XLA compiled it (`hlo`)."""
+        """Returns the program as passed to XLA under a name (`stablehlo`), or as compiled by XLA (`hlo`)."""
         mesh = next(iter(self.loaded), self.program.mesh)
         return self.lower(mesh, name).as_text("stablehlo") if dialect == "stablehlo" else self.on(mesh).as_text()
 
@@ -250,8 +250,8 @@ class Executable:
     """A program on one group's devices, perhaps still being compiled.
 
     Attributes:
-      name: what it is to the step; an equal program may have been compiled under another name.
-      in_shardings, out_shardings: on the group's mesh.
+      name: its name in the step; an equal program may have been compiled under another name.
+      in_shardings, out_shardings: shardings on the group's mesh.
     """
 
     name: str
@@ -262,7 +262,7 @@ class Executable:
 
     @property
     def call(self) -> Any:
-        """Takes and returns flat arrays; waits for the compilation."""
+        """A callable from flat arrays to flat arrays. Waits for the compilation."""
         return self.compiled.on(self.mesh)
 
     def __call__(self, *arrays: jax.Array) -> Sequence[jax.Array]:
@@ -283,10 +283,10 @@ class Parts:
     """Programs that run one after the other as one.
 
     Attributes:
-      takes: per program, positions of its arguments among those of the whole and all results so far.
+      takes: per program, positions of its arguments among the arguments of the whole and all results so far.
       results: positions of the whole's results.
-      inner: the position of the program that others are run as too.
-      nbytes: on each device, of what one part hands to another.
+      inner: the position of the part that other programs share.
+      nbytes: bytes on each device that parts pass to each other.
     """
 
     programs: tuple[DistinctProgram, ...]
@@ -297,13 +297,13 @@ class Parts:
 
     @classmethod
     def whole(cls, program: DistinctProgram) -> "Parts":
-        """A program that is not divided, as its only part."""
+        """Returns a program that is not divided as its only part."""
         num_args, num_results = len(program.jaxpr.invars), len(program.jaxpr.outvars)
         return cls((program,), (tuple(range(num_args)),), tuple(range(num_args, num_args + num_results)), 0, 0)
 
 
 class Chain:
-    """A program in parts on a group's devices; has what is used of a `jax.stages.Compiled`."""
+    """A program in parts on a group's devices, with the methods of `jax.stages.Compiled` that are used here."""
 
     def __init__(self, whole: DistinctProgram, parts: Parts, mesh: Mesh):
         self._whole = whole
@@ -324,7 +324,7 @@ class Chain:
         return dict(sum((Counter(call.cost_analysis() or {}) for call in self._calls), Counter()))
 
     def memory_analysis(self) -> types.SimpleNamespace:
-        """What XLA reports of a whole program; temporaries are the most of any part, and what the parts hand on."""
+        """Returns the memory of the whole program. Temporaries: the largest of any part, plus values between parts."""
         whole, jaxpr = self._whole.program, self._whole.jaxpr
         sizes = [getattr(call.memory_analysis(), "temp_size_in_bytes", 0) for call in self._calls]
         return types.SimpleNamespace(
@@ -335,9 +335,9 @@ class Chain:
 
 
 def _typed_as(aval: compat.Aval, x: jax.Array) -> jax.Array:
-    """An argument in its type: `jit` gives it none beside Auto axes, and Explicit ones inside of `auto_axes`.
+    """Restores the sharding type of an argument: `jit` drops it beside Auto axes, and makes it Explicit in `auto_axes`.
 
-    XLA reports for a program of one device no axes of length 1, by which the value has its type.
+    For a program on one device, XLA does not report axes of length 1, but the type of the value names them.
     """
     found, typed = jax.typeof(x).sharding, aval.sharding
     if found.mesh != typed.mesh:
@@ -353,12 +353,12 @@ def _typed_as(aval: compat.Aval, x: jax.Array) -> jax.Array:
 
 
 def nbytes_on_a_device(v: compat.Var, sharding: Any) -> int:
-    """Bytes that a device holds of a variable that is sharded so."""
+    """Returns the bytes that a device holds of a variable with this sharding."""
     return equations.nbytes(v.aval) * math.prod(sharding.shard_shape(v.aval.shape)) // max(1, equations.size(v.aval))
 
 
 def on_mesh(mesh: Mesh, sharding: Any) -> NamedSharding:
-    """Whatever kind of sharding XLA reports, as a spec on the group's mesh."""
+    """Converts any kind of sharding that XLA reports to a `NamedSharding` on the group's mesh."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(mesh, sharding.spec, memory_kind=memory_kind(sharding))
     if mesh.size == 1 or sharding.is_fully_replicated:

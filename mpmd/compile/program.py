@@ -14,13 +14,13 @@ from scheduler import Call, Edge, Free, Instruction, Program, Recv, Run, Send, T
 
 
 def step_program(outline: Outline, num_groups: int, donated: Mapping[str, Set[compat.Var]]) -> Program:
-    """Segments, transfers and loops of a placed step in one program.
+    """Returns the segments, transfers and loops of a placed step as one program.
 
     Each transfer is put into the sender's and the receiver's list at the same point of one global order, so
     the program is free of deadlock for the reason given in `scheduler.lower`; `scheduler.check` proves it again.
 
     Args:
-      donated: per segment, the variables whose memory it takes over.
+      donated: per segment, the variables that it takes over.
 
     Raises:
       ScheduleError: a schedule's orders are wrong; every fault is listed.
@@ -31,13 +31,13 @@ def step_program(outline: Outline, num_groups: int, donated: Mapping[str, Set[co
 
 
 def edge_name(loop: Loop, v: compat.Var) -> str:
-    """The name of a value between tasks."""
+    """Returns the name of a value between tasks."""
     name = loop.partition.names[v]
     return name if loop.number == 0 else f"loop{loop.number}:{name}"
 
 
 def loop_graph(loop: Loop) -> TaskGraph:
-    """What the tasks of a loop hand to each other, in the kinds F, R, I and W that the scheduler states graphs in."""
+    """Returns the values that the tasks of a loop pass to each other, in the scheduler's kinds F, R, I and W."""
     partition = loop.partition
     split = any(t.place.kind == "I" for t in partition.tasks)
 
@@ -64,12 +64,12 @@ def loop_graph(loop: Loop) -> TaskGraph:
 
 
 class _Builder:
-    """Appends what the items of an outline do to the lists of the groups.
+    """Appends the instructions of an outline's items to the lists of the groups.
 
     Attributes:
       groups: per group, its instructions.
-      alive: the values that a group holds at this point.
-      nbytes: of the values so far, by name.
+      alive: the live values of each group at this point.
+      nbytes: the bytes of the values so far, by name.
     """
 
     def __init__(self, outline: Outline, num_groups: int, donated: Mapping[str, Set[compat.Var]]):
@@ -117,7 +117,7 @@ class _Builder:
         )
 
     def _held(self, held: Iterable[tuple[compat.Var | compat.Literal, Iterable[int]]]) -> list[set[Value]]:
-        """Per group, the values that it holds."""
+        """Returns, per group, the values that it holds."""
         found: list[set[Value]] = [set() for _ in self.groups]
         for v, groups in held:
             if not isinstance(v, compat.Literal):
@@ -146,7 +146,7 @@ class _Builder:
         return [(value, item.source), (value, item.target)]
 
     def _loop(self, loop: Loop) -> tuple[list[tuple[Value, int]], Program]:
-        """Also the program of the loop alone."""
+        """Appends a loop. Returns the values that it touches, and the program of the loop alone."""
         accumulators = loop.partition.accumulators
         lowered = scheduler.lower(
             loop_graph(loop), loop.schedule, loop.partition.info.num_microbatches, loop.orders
@@ -168,12 +168,12 @@ class _Builder:
 
 
 def zeros_call(loop: Loop, group: int) -> str:
-    """The name of the call that makes a group's accumulators."""
+    """Returns the name of the call that makes a group's accumulators."""
     return f"loop{loop.number}.zeros.{group}"
 
 
 def _with_accumulators(instruction: Instruction, waiting: dict[Place, list[Value]], loop_number: int) -> Instruction:
-    """The first run of a task takes over the accumulators that it updates in place from then on."""
+    """Adds accumulators to the first run of a task, which updates them in place from then on."""
     if not isinstance(instruction, Run):
         return instruction
     accs: list[Value] = []

@@ -1,4 +1,4 @@
-"""Says how many programs of a step are compiled, and which one is next, when that takes long."""
+"""Reports how many programs of a step are compiled, and which one is next, when that takes long."""
 
 import contextlib
 import threading
@@ -9,22 +9,22 @@ from scheduler.base.waiting import Line
 
 
 class CompileProgress:
-    """A line on standard error, of `scheduler.base.waiting`.
+    """A progress line on standard error, from `scheduler.base.waiting`.
 
     Args:
-      stream: where to, in place of standard error.
+      stream: an output stream to use instead of standard error.
       patience_s: seconds until the line appears.
     """
 
     def __init__(self, stream: TextIO | None = None, patience_s: float | None = None):
         self._lock = threading.Lock()
-        self._running: dict[str, None] = {}  # in the order in which they were begun
+        self._running: dict[str, None] = {}  # in the order in which they began
         self._num_expected = self._num_done = 0
         self._is_closed = False
         self._line = Line(self._state, stream, patience_s)
 
     def expect(self) -> None:
-        """One more program will be compiled."""
+        """Counts one more program to compile."""
         with self._lock:
             self._num_expected += 1
             if not self._is_closed:
@@ -32,7 +32,7 @@ class CompileProgress:
 
     @contextlib.contextmanager
     def compiling(self, name: str) -> Iterator[None]:
-        """Around the compilation of a program."""
+        """Marks a program as being compiled inside this context, and as done after it."""
         with self._lock:
             self._running[name] = None
         try:
@@ -44,7 +44,7 @@ class CompileProgress:
             self._end()
 
     def close(self) -> None:
-        """No more programs are expected. The line goes away when the last one is there."""
+        """Expects no more programs. The line disappears when the last one is compiled."""
         self._is_closed = True
         self._end()
 

@@ -9,7 +9,7 @@ from mpmd import _jax_compat as compat
 from mpmd.compile.subprogram import SUM, Pattern, Subprogram
 from mpmd.graphs import equations
 
-# What a call more must save: so many equations that are not compiled.
+# A further call must save the compilation of so many equations.
 LEAST = 80
 
 
@@ -22,13 +22,13 @@ class Stretch(NamedTuple):
 
 
 def repeated_runs(sequences: Sequence[Sequence[int]], weights: Sequence[Sequence[int]]) -> list[list[Stretch]]:
-    """Equal runs that do not overlap, those first that save most: each a list of at least two.
+    """Finds equal runs that do not overlap, the largest saving first. Returns lists of at least two runs.
 
     Args:
       sequences: kinds of equations (0 and above), one list for each program.
-      weights: of each of these.
+      weights: the weights of these equations.
     """
-    # One text; what lies between two sequences, or in a run that is found, equals nothing.
+    # One text: separators between sequences, and the elements of found runs, equal nothing.
     text = np.asarray([n for k, kinds in enumerate(sequences) for n in (*kinds, -1 - k)], np.int64)
     at = [(k, i) for k, kinds in enumerate(sequences) for i in range(len(kinds) + 1)]
     before = np.concatenate([[0], np.cumsum([n for w in weights for n in (*w, 0)])]).astype(int)
@@ -42,7 +42,7 @@ def repeated_runs(sequences: Sequence[Sequence[int]], weights: Sequence[Sequence
 
 
 def _candidates(text: np.ndarray, before: np.ndarray) -> Iterator[tuple[int, int, list[int]]]:
-    """What equal runs save, their length and where they begin. Those that save nothing are left out."""
+    """Yields the saving of equal runs, their length and their starts, if they save anything."""
     order, common = _suffixes(text)
     for length, first, last in _intervals(common):
         weight = before[order[first] + length] - before[order[first]]
@@ -56,7 +56,7 @@ def _candidates(text: np.ndarray, before: np.ndarray) -> Iterator[tuple[int, int
 
 
 def _suffixes(text: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """All ends of `text`, sorted; and how long each has in common with the one before it."""
+    """Returns the suffix array of `text`, and the length of the prefix that each suffix shares with the one before."""
     ranks = np.unique(text, return_inverse=True)[1]
     n, width = len(text), 1
     while True:
@@ -80,7 +80,7 @@ def _suffixes(text: np.ndarray) -> tuple[np.ndarray, list[int]]:
 
 
 def _intervals(common: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """A length, and the first and last of the ends that begin with the same so many; as long as possible."""
+    """Yields maximal intervals of the suffix array with a common prefix: its length, first and last suffix."""
     stack = [(0, 0)]
     for i, length in enumerate((*common[1:], 0), 1):
         first = i - 1
@@ -91,11 +91,11 @@ def _intervals(common: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             stack.append((length, first))
 
 
-# --- what programs have in common of which none holds another one: layers of stages that have two and three ---
+# --- common parts of programs that do not contain each other: layers of stages with two and three layers ---
 
 
 class BlockSite(NamedTuple):
-    """Equations of a program, by their positions: of several that are alike, those but sums in the same order."""
+    """Equations of a program, by position. Matching sites of programs have all but their sums in the same order."""
 
     pattern: Pattern
     alike: tuple[int, ...]
@@ -107,7 +107,7 @@ class BlockSite(NamedTuple):
 
     @property
     def wanted(self) -> set[compat.Var]:
-        """What other equations, or whoever calls the program, read."""
+        """Variables that other equations, or the caller of the program, read."""
         own = {*self.alike, *self.sums}
         others = (e for i, e in enumerate(self.pattern.jaxpr.eqns) if i not in own)
         return {v for e in others for v in equations.variables(e.invars)}.union(
@@ -116,7 +116,7 @@ class BlockSite(NamedTuple):
 
 
 def common_blocks(patterns: Sequence[Pattern]) -> Iterator[list[BlockSite]]:
-    """What several programs do alike, perhaps but for sums: what saves most comes first; of it, what has most sums."""
+    """Yields lists of sites that match, perhaps except for sums: the largest saving, and in a list most sums, first."""
     rows = [[i for i, e in enumerate(p.jaxpr.eqns) if e.primitive.name != SUM] for p in patterns]
     kinds = [[p.kinds[i] for i in row] for p, row in zip(patterns, rows, strict=True)]
     weights = [[p.weights[i] for i in row] for p, row in zip(patterns, rows, strict=True)]
@@ -132,11 +132,11 @@ def common_blocks(patterns: Sequence[Pattern]) -> Iterator[list[BlockSite]]:
 
 
 def _grown(spans: Sequence[BlockSite]) -> list[BlockSite]:
-    """With what stands before them, is alike, and is for them alone: what a backward computes of residuals, say."""
+    """Extends sites by matching equations before them that only they read, such as a backward's work on residuals."""
     patterns = [span.pattern for span in spans]
     own = [{*span.alike, *span.sums} for span in spans]
     rows = list(zip(*(span.alike for span in spans), strict=True))
-    for row in rows:  # which grow
+    for row in rows:  # the loop appends to `rows`
         for atoms in zip(*(p.jaxpr.eqns[i].invars for p, i in zip(patterns, row, strict=True)), strict=True):
             if all(not isinstance(v, compat.Literal) and v in p.origin for p, v in zip(patterns, atoms, strict=True)):
                 found = tuple(p.origin[v][0] for p, v in zip(patterns, atoms, strict=True))
@@ -152,7 +152,7 @@ def _grown(spans: Sequence[BlockSite]) -> list[BlockSite]:
 
 
 def block_of(spans: Sequence[BlockSite]) -> Subprogram:
-    """The first of spans that are alike as a program that writes whatever any of them must."""
+    """Returns the first of matching sites as a program that writes all variables that any of them must."""
     model = spans[0].eqns
     made = dict.fromkeys(v for e in model for v in equations.outputs(e))  # in order: the same in every process
     sums = {v: e.outvars[0] for e in model if e.primitive.name == SUM for v in equations.variables(e.invars)}

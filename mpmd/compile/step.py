@@ -1,7 +1,7 @@
-"""Compiles all segments and tasks of a step in data-flow order, so that the shardings of each tell the next.
+"""Compiles all segments and tasks of a step in data-flow order, so that each passes its shardings to the next.
 
-A variable of the step has one spec, the same in every group that holds it (what an `MpmdSharding` can say).
-The user's specs win, then those that state leaves came in with, then what XLA inferred.
+A variable of the step has one spec, the same in every group that holds it (as in an `MpmdSharding`).
+The user's specs win, then the specs of incoming state leaves, then the specs that XLA inferred.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class TaskProgram:
     JAX gives the memory of donated arguments to results of their type in order: accumulators come first.
 
     Attributes:
-      constants: in which other tasks differ that run the same program.
+      constants: arguments of this task that differ between tasks that run the same program.
     """
 
     body: TaskBody
@@ -51,7 +51,7 @@ class LoopProgram:
     Attributes:
       tasks: one per stage and kind.
       fused: one per pair of tasks that the schedule asks to run as one.
-      zeros: per group that has any, the one that makes its accumulators.
+      zeros: per group with accumulators, the executable that makes them.
     """
 
     loop: Loop
@@ -61,7 +61,7 @@ class LoopProgram:
 
     @property
     def executables(self) -> dict[Place, Executable]:
-        """Those of tasks that compute something."""
+        """The executables of the tasks that compute something."""
         return {place: t.executable for place, t in self.tasks.items() if t.executable is not None}
 
 
@@ -70,10 +70,10 @@ class StepPrograms:
     """Everything that a step runs.
 
     Attributes:
-      constants: per segment, the first arguments of its executable, in which other segments differ that run it too.
-      donated: per segment, the variables whose memory its executable takes over.
+      constants: per segment, the first arguments of its executable; they differ between segments that share it.
+      donated: per segment, the variables that its executable takes over.
       layouts: spec and memory kind of each variable.
-      name: of the user's function.
+      name: the name of the user's function.
     """
 
     outline: Outline
@@ -88,13 +88,13 @@ class StepPrograms:
 
     @functools.cached_property
     def named(self) -> dict[str, Executable]:
-        """What the calls of the step's program run, by their names: segments, and the zeros of loops."""
+        """The executables of the program's calls, by the names of the calls: segments, and the zeros of loops."""
         return self.segments | {zeros_call(p.loop, g): zeros for p in self.loops for g, zeros in p.zeros.items()}
 
     def calls(self, instruction: Run | Call) -> list[tuple[Executable, tuple[Task, ...]]]:
-        """The executables that an instruction runs, each with its tasks: of two tasks, one where there is one for both.
+        """Returns the executables that an instruction runs, each with its tasks.
 
-        Tasks that compute nothing have none.
+        A pair of tasks has one executable if they are fused. Tasks that compute nothing have none.
         """
         if isinstance(instruction, Call):
             return [(self.named[instruction.name], ())]
@@ -106,15 +106,15 @@ class StepPrograms:
         return [(t.executable, (task,)) for t, task in found if t is not None and t.executable is not None]
 
     def executables_of(self, instruction: Run | Call) -> list[Executable]:
-        """The executables of `calls`."""
+        """Returns the executables of `calls`."""
         return [executable for executable, _ in self.calls(instruction)]
 
     def layout(self, v: compat.Var | compat.Literal) -> Layout:
-        """The layout of a variable; literals are replicated."""
+        """Returns the layout of a variable; literals are replicated."""
         return REPLICATED if isinstance(v, compat.Literal) else self.layouts.get(v, REPLICATED)
 
     def sharding(self, v: compat.Var, group: int) -> NamedSharding:
-        """The sharding of a variable in a group."""
+        """Returns the sharding of a variable in a group."""
         return fit(self.layout(v), self.mesh.groups[group], getattr(v.aval, "shape", ()))
 
 
@@ -129,15 +129,15 @@ def compile_step(
     alike: Iterable[Sequence[compat.Var]] = (),
     others: Compiler | None = None,
 ) -> StepPrograms:
-    """Compiles every segment and task of `outline`, in threads that go on until the result's `compiler` is closed.
+    """Compiles every segment and task of `outline`, in threads that continue until the result's `compiler` is closed.
 
     Args:
       in_layouts, out_layouts: per flat argument (result), its layout or None.
-      donated_args: flat arguments whose memory may be taken over.
-      name: of the step, with which those of its programs begin.
-      options: for XLA.
-      alike: variables that are pieces of one array, which have one layout.
-      others: of a step on the same groups with the same options, whose programs are used too.
+      donated_args: flat arguments that the step may take over.
+      name: the name of the step, which begins the names of its programs.
+      options: options for XLA.
+      alike: lists of variables that are pieces of one array and so have one layout.
+      others: the compiler of a step on the same groups with the same options; its programs are reused.
     """
     donated = donations(outline, mesh, donated_args)
     first_of = {v: pieces[0] for pieces in alike for v in pieces}
@@ -167,10 +167,10 @@ def compile_bucket(
     donated_args: Set[int],
     alike: Iterable[Sequence[compat.Var]] = (),
 ) -> StepPrograms:
-    """Compiles the loops of a step for microbatches of another shape; all around them is that of `first`.
+    """Compiles the loops of a step for microbatches of another shape. The programs outside the loops are from `first`.
 
     Args:
-      outline: the step, which does the same around its loops.
+      outline: the outline of the step, which is the same as the first one's outside the loops.
       first: the step for microbatches of the first shape.
       in_layouts, donated_args, alike: as for `compile_step`.
     """
@@ -192,15 +192,14 @@ def compile_bucket(
 
 
 def with_outline(programs: StepPrograms, outline: Outline) -> StepPrograms:
-    """The programs of a step for the same step with other numbers of microbatches."""
+    """Returns the programs for the same step with other numbers of microbatches."""
     loops = [dataclasses.replace(p, loop=loop) for p, loop in zip(programs.loops, outline.loops, strict=True)]
     return dataclasses.replace(programs, outline=outline, loops=tuple(loops))
 
 
 def _segment_bodies(outline: Outline, mesh: MpmdMesh) -> dict[str, WithConstants]:
-    """What each segment computes. Without a loop, segments are stages (or make their state), which differ in numbers.
-
-    Around a loop they are an optimizer's, whose numbers are the same; to look for others would take its time in vain.
+    """Returns the program of each segment. Without a loop, segments are stages (or make their state), and may differ
+    only in constants. Outside a loop, they are parts of an optimizer with equal constants: a search would be in vain.
     """
     segments = [item for item in outline.items if isinstance(item, Segment)]
     closed = [compat.make_jaxpr(item.reads, item.writes, item.eqns, item.name) for item in segments]
@@ -216,7 +215,7 @@ class _Layouts:
     """The layout of each variable of a step, as far as it is known.
 
     Attributes:
-      found: what arguments came in with, packed scalars, and what programs were compiled for.
+      found: the layouts of incoming arguments, of packed scalars, and of the variables of compiled programs.
     """
 
     def __init__(
@@ -243,21 +242,21 @@ class _Layouts:
                 self._donors.setdefault(v, args[donor])
 
     def one(self, v: compat.Var) -> compat.Var:
-        """The variable that speaks for all pieces of an array."""
+        """Returns the variable that represents all pieces of an array."""
         return self._first_of.get(v, v)
 
     def of_all(self) -> dict[compat.Var, Layout]:
-        """Those of all variables, of every piece of an array too."""
+        """Returns the layouts of all variables, including every piece of an array."""
         found = {**dict.fromkeys(self._inputs, REPLICATED), **self.found}
         return found | {v: found.get(first, REPLICATED) for v, first in self._first_of.items()}
 
     def known(self, v: compat.Var, mesh: Mesh) -> NamedSharding | None:
-        """The sharding that a variable has on a group's mesh; None lets XLA choose."""
+        """Returns the sharding of a variable on a group's mesh; None lets XLA choose."""
         layout = self.found.get(self.one(v))
         return None if layout is None else fit(layout, mesh, v.aval.shape)
 
     def asked(self, v: compat.Var | compat.Literal, mesh: Mesh) -> NamedSharding | None:
-        """The sharding that a result must have: the user's, its twin's in another group, or its donor's."""
+        """Returns the sharding that a result must have: the user's, its twin's in another group, or its donor's."""
         if isinstance(v, compat.Literal):
             return NamedSharding(mesh, PartitionSpec())
         layout = self._wanted.get(v) or self.found.get(self.one(v))
@@ -266,7 +265,7 @@ class _Layouts:
         return None if layout is None else fit(layout, mesh, v.aval.shape)
 
     def record(self, atoms: Iterable[compat.Var | compat.Literal], shardings: Iterable[NamedSharding]) -> None:
-        """What an executable takes or gives; the first word counts."""
+        """Records the shardings of an executable's arguments or results; the first record of a variable stays."""
         for v, s in zip(atoms, shardings, strict=True):
             if not isinstance(v, compat.Literal):
                 self.found.setdefault(self.one(v), (shortest(s.spec), memory_kind(s)))
@@ -315,7 +314,7 @@ class _StepCompiler:
         return LoopProgram(loop, tasks, self._fused(loop, tasks), zeros)
 
     def _fused(self, loop: Loop, tasks: Mapping[Place, TaskProgram]) -> dict[tuple[Place, Place], Executable]:
-        """Pairs as one executable: arguments and results of the first, then those of the second."""
+        """Fuses pairs of tasks into one executable each: arguments and results of the first, then of the second."""
         fused: dict[tuple[Place, Place], Executable] = {}
         if not hides_communication(self._mesh.groups[0]):
             return fused
@@ -331,7 +330,7 @@ class _StepCompiler:
     def _tasks(
         self, loop: Loop, bodies: Sequence[TaskBody], earlier: Mapping[Place, TaskProgram]
     ) -> dict[Place, TaskProgram]:
-        """The programs of tasks of one kind, after those of `earlier` kinds."""
+        """Compiles the tasks of one kind, after the tasks of `earlier` kinds."""
         programs = {body.place: TaskProgram(body, None) for body in bodies}
         for body in bodies:
             halves = [earlier.get(Place(body.place.stage, kind)) for kind in "IW" if body.place.kind == "B"]
@@ -347,7 +346,7 @@ class _StepCompiler:
         return programs
 
     def _in_halves(self, loop: Loop, body: TaskBody, halves: Sequence[TaskProgram]) -> TaskProgram:
-        """A whole backward as the programs of its halves."""
+        """Returns a whole backward that runs the programs of its halves."""
         constants = [c for half in halves for c in half.constants]
         position = {v: i for i, v in enumerate(_arguments(loop, body, range(len(constants))))}
         num_args, begin, takes = len(position), 0, []
@@ -370,10 +369,10 @@ class _StepCompiler:
         known = [*args[skip:first_acc], *results]
         ins = [None] * skip + [self.layouts.known(v, mesh) for v in known]
         outs = [self.layouts.asked(v, mesh) for v in (*results, *body.writes)]
-        for k in range(len(results)):  # in and out of an accumulator are one buffer
+        for k in range(len(results)):  # an accumulator's argument and result share one buffer
             outs[k] = ins[first_acc + k] = ins[first_acc + k] or outs[k]
 
-        family = "IWR" if body.place.kind in "IWR" else body.place.kind  # an `I` without `R` may hold another one's
+        family = "IWR" if body.place.kind in "IWR" else body.place.kind  # an `I` without `R` may contain another's
 
         def compiled() -> Executable:
             return self.compiler.compile(
@@ -391,7 +390,7 @@ class _StepCompiler:
         return executable
 
     def _zeros(self, loop: Loop, own: Sequence[int], group: int) -> Executable:
-        """The program that makes a group's accumulators."""
+        """Compiles the program that makes a group's accumulators."""
         accs = [loop.partition.accumulators[k] for k in own]
         mesh = self._mesh.groups[group]
         n = loop.partition.info.num_microbatches
@@ -405,12 +404,12 @@ class _StepCompiler:
 
 
 def hides_communication(mesh: Mesh) -> bool:
-    """Whether a program's collectives run beside its own other work, so that one for two tasks is worth compiling."""
+    """Returns whether a program's collectives overlap its other work, so that fusing two tasks is worth it."""
     return mesh.devices.flat[0].platform != "cpu"
 
 
 def _arguments(loop: Loop, body: TaskBody, constants: Iterable[int]) -> list[Hashable]:
-    """Names for the arguments of a task's program; accumulators have those of their results."""
+    """Returns names for the arguments of a task's program; accumulators have the names of their results."""
     index = [loop.partition.index] if body.uses_index else []
     accumulators = [loop.partition.accumulators[k].result for k in body.accumulates]
     return [*constants, *index, *body.operands, *body.reads, *accumulators]

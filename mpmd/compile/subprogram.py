@@ -1,11 +1,11 @@
 """Finds one program inside of a larger one, such as a middle stage inside of the first one.
 
 The first stage of a model is a middle stage behind an embedding, the last one is a middle stage before a loss, and so
-are their backward tasks. A program that holds another one whole is cut into that one and what is left before and
-after it.
+are their backward tasks. A program that contains another one completely is cut into that program and the rest before
+and after it.
 
-The other one may add what a later stage sends (the gradient of an encoder's output, of a position bias) to a gradient
-of its own. The last stage gets nothing to add: it runs the other one with -0.0, which changes no number.
+The inner program may add a gradient that a later stage sends (of an encoder's output, or a position bias) to its own
+gradient. The last stage receives nothing to add: it runs the inner program with -0.0, which changes no number.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from mpmd.tracing.new_equations import Atom, full_equations
 
 
 class ReuseRule(NamedTuple):
-    """When a program may be compiled as another one of its name and what is around that.
+    """The rule by which a program may run another one as a part.
 
     Attributes:
-      independent: whether the two must have no value in common that floats are rounded with: arrays of integers and
-        keys may be.
-      by_leaves: whether it is an update, whose leaves may be programs of their own.
+      independent: whether the part and the rest may share no value that floats are rounded with. They may share arrays
+        of integers, and keys.
+      by_leaves: whether the program is an update, with leaves that may be separate programs.
     """
 
     independent: bool
@@ -39,7 +39,7 @@ class ReuseRule(NamedTuple):
 
 TASKS = ReuseRule(independent=False)
 UPDATES = ReuseRule(independent=True, by_leaves=True)
-# How XLA rounds what leaves do with a common scalar depends on how many do it, and that on the schedule.
+# The rounding of leaves that use a common scalar depends on the number of these leaves, and so on the schedule.
 SEGMENTS = ReuseRule(independent=True)
 
 
@@ -57,8 +57,8 @@ class Division:
     """A program in pieces.
 
     Attributes:
-      pieces: in the order in which they run.
-      inner: the position of the one that is the program that was looked for.
+      pieces: the pieces, in the order in which they run.
+      inner: the position of the piece that is the program that was sought.
     """
 
     pieces: tuple[Subprogram, ...]
@@ -66,26 +66,26 @@ class Division:
 
     @property
     def is_independent(self) -> bool:
-        """Whether the inner program has no number in common with what is around it, and no floats."""
+        """Whether the inner program shares no number and no floats with the other pieces."""
         inner = self.pieces[self.inner]
         others = {v for piece in self.pieces if piece is not inner for v in (*piece.reads, *piece.writes)}
         return not any(_is_rounded_with(v) for v in others.intersection((*inner.reads, *inner.writes)))
 
 
 def num_equations(jaxpr: compat.Jaxpr) -> int:
-    """Equations, with those of the functions that they call."""
+    """Counts equations, including the equations of the functions that they call."""
     return sum(1 for _ in compat.all_equations(jaxpr))
 
 
 class Pattern:
-    """A jaxpr, ready to be looked for in others and they in it.
+    """A jaxpr, prepared to be found in others, and to find others in it.
 
     Attributes:
-      weights: of each equation, with those of the functions that it calls.
-      size: the number of equations, so counted.
+      weights: per equation, the number of equations in it: itself, and all in the functions that it calls.
+      size: the sum of the weights.
 
     Args:
-      numbers: of kinds of equations; the same for all that are compared.
+      numbers: numbers of the kinds of equations; one dict for all patterns that are compared.
     """
 
     def __init__(self, jaxpr: compat.Jaxpr, numbers: dict[Hashable, int]):
@@ -100,7 +100,7 @@ class Pattern:
 
     @functools.cached_property
     def open_sums(self) -> dict[compat.Var, tuple[compat.Var, compat.Var]]:
-        """Sums of an argument that nothing else reads and a value made here: for each, these two."""
+        """Sums of an argument that nothing else reads and a value made here; maps each to these two."""
         num_reads = Counter(v for e in self.jaxpr.eqns for v in equations.variables(e.invars))
         arguments = {v for v in self.jaxpr.invars if num_reads[v] == 1}.difference(self.jaxpr.outvars)
         found = {}
@@ -114,7 +114,7 @@ class Pattern:
 
     @functools.cached_property
     def num_above(self) -> list[int]:
-        """For each equation, how many it follows from."""
+        """Per equation, the number of equations that it depends on."""
         above: list[int] = []  # sets of positions, as the bits of integers
         for eqn in self.jaxpr.eqns:
             found = {self.origin[v][0] for v in equations.variables(eqn.invars) if v in self.origin}
@@ -123,7 +123,7 @@ class Pattern:
 
     @functools.cached_property
     def readers(self) -> list[set[int]]:
-        """For each equation, the positions of those that read it; -1 for whoever calls the program."""
+        """Per equation, the positions of the equations that read it; -1 for the caller of the program."""
         found: list[set[int]] = [set() for _ in self.kinds]
         for i, eqn in enumerate(self.jaxpr.eqns):
             for v in equations.variables(eqn.invars):
@@ -135,11 +135,11 @@ class Pattern:
         return found
 
     def cut(self, inner: "Pattern") -> Division | None:
-        """This program as `inner` and what is around it.
+        """Divides this program into `inner` and the rest.
 
-        None where `inner` is not found; where something else reads a value from inside of it (but for keys and small
-        integers, which are made twice), or stands between its results and its arguments; and where the program hands
-        on an argument, or a result twice: XLA would copy it.
+        Returns None if `inner` is not found; if another equation reads a value from inside it (except keys and small
+        integers, which are computed twice), or lies between its results and its arguments; and if the program returns
+        an argument, or a result twice, since XLA would copy it.
         """
         if not self.can_be_cut or inner.jaxpr.effects or inner.size > self.size:
             return None
@@ -150,10 +150,11 @@ class Pattern:
         return None if found is None else self._around(inner, found)
 
     def _find(self, inner: "Pattern") -> dict | None:
-        """The variables of `inner`, each with its own in this program.
+        """Maps the variables of `inner` to variables of this program.
 
-        Upwards from the results of `inner` nothing is left to choose. Which results they are here is told by the first
-        equation above which everything is alike, for those with most above them first; no other choice is tried later.
+        Given the results of `inner`, all variables that they depend on follow. For each result, from the one with the
+        most equations above it, the search takes the first equation here with matching equations above it. It does not
+        backtrack.
         """
         candidates = defaultdict(list)
         for kind, eqn in zip(self.kinds, self.jaxpr.eqns, strict=True):
@@ -169,9 +170,9 @@ class Pattern:
         return here
 
     def _match(self, inner: "Pattern", v: Atom, w: Atom, here: dict[compat.Var, Atom], taken: set[Atom]) -> bool:
-        """Records `w` for `v`, and so on upwards; nothing where something is not alike.
+        """Records `w` for `v`, and likewise all variables that they depend on; records nothing after a mismatch.
 
-        Where only an open sum is not alike, `w` is what it would be with -0.0; its argument gets a variable of its own.
+        If only an open sum does not match, `w` stands for the sum with -0.0, and its argument gets a new variable.
         """
         added, now_taken = [], []
         waiting = [(v, w)]
@@ -201,7 +202,7 @@ class Pattern:
         return True
 
     def _pairs(self, inner: "Pattern", v: compat.Var, w: Atom) -> list[tuple[compat.Var, Atom]]:
-        """What belongs together if `v` and `w` do: all results of their equations."""
+        """Returns the pairs that match if `v` and `w` do: all results of their equations."""
         if isinstance(w, compat.Literal):
             return []
         if v not in inner.origin:
@@ -214,7 +215,7 @@ class Pattern:
         return list(zip(inner.jaxpr.eqns[i].outvars, self.jaxpr.eqns[j].outvars, strict=True))
 
     def _around(self, inner: "Pattern", here: dict) -> Division | None:
-        """The pieces, once `inner` is found."""
+        """Returns the pieces, once `inner` is found."""
         mine = {*self.origin, *self.jaxpr.invars}
         nothing = {v: here[a] for v, (a, _) in inner.open_sums.items() if a in here and here[a] not in mine}
         inside = {self.origin[w][0] for v, w in here.items() if v in inner.origin and v not in nothing}
@@ -258,7 +259,7 @@ def _has_minus_zero(aval: compat.Aval) -> bool:
 
 
 def _is_rounded_with(v: compat.Var) -> bool:
-    """Whether floats may be computed of it: a number or floats, unlike a key or indices."""
+    """Returns whether floats may be computed from a variable: a number or floats, unlike a key or indices."""
     dtype: DTypeLike = v.aval.dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return False
@@ -266,8 +267,8 @@ def _is_rounded_with(v: compat.Var) -> bool:
 
 
 def _is_copied(eqn: compat.JaxprEqn) -> bool:
-    """Whether what is around the inner program may do such an equation again: with a few integers or keys, or a literal
-    that is given as it is.
+    """Returns whether the equations around the inner program may repeat this one: it makes a few integers or keys, or
+    passes on a literal.
     """
     given = eqn.primitive.name in _GIVING and all(isinstance(v, compat.Literal) for v in eqn.invars)
     exact = given or not any(jax.dtypes.issubdtype(v.aval.dtype, np.inexact) for v in eqn.outvars)
@@ -279,7 +280,7 @@ _GIVING = frozenset(("broadcast_in_dim", "reshard"))
 
 
 def _piece(eqns: Sequence[compat.JaxprEqn], wanted: Sequence[Atom]) -> Subprogram:
-    """What reads what it does not make, and writes what is wanted of it."""
+    """Makes a subprogram of equations: it reads their free variables, and writes the wanted ones of their results."""
     made = {v for e in eqns for v in equations.outputs(e)}
     writes = dict.fromkeys(v for v in wanted if v in made)
     return Subprogram(tuple(eqns), tuple(equations.free_variables(eqns)), tuple(writes))

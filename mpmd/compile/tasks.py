@@ -1,4 +1,4 @@
-"""The tasks of a loop as programs: which there are, what each computes, which accumulators a group has; their names.
+"""The tasks of a loop as programs: which tasks exist, what each computes, the accumulators of a group; their names.
 
 A task's program is called after the step, the stage and the kind: `gpt_stage2_F`, or `gpt_stage2_decoder_F` where the
 mark at the stage's end has the name "decoder". Equal programs are compiled once, under the name of the first of them.
@@ -16,7 +16,7 @@ from mpmd.tracing.new_equations import trace_equations, trace_operation
 
 
 def accumulators_of(loop: Loop) -> dict[int, tuple[int, ...]]:
-    """Per group that has any, the numbers of the accumulators that its tasks update."""
+    """Returns, per group with accumulators, the numbers of the accumulators that its tasks update."""
     found: dict[int, tuple[int, ...]] = {}
     for k, accumulator in enumerate(loop.partition.accumulators):
         group = loop.group(accumulator.place)
@@ -25,9 +25,9 @@ def accumulators_of(loop: Loop) -> dict[int, tuple[int, ...]]:
 
 
 def task_bodies(loop: Loop) -> list[TaskBody]:
-    """The bodies of the tasks that a loop's schedule has, in data-flow order.
+    """Returns the bodies of the tasks that a loop's schedule has, in data-flow order.
 
-    A `B` beside `I` and `W` is both, and comes after them.
+    If there are `I` and `W`, a `B` is both of them, and comes after them.
     """
     partition = loop.partition
     kinds = {t.kind for order in loop.orders for t in order}
@@ -42,7 +42,7 @@ def task_bodies(loop: Loop) -> list[TaskBody]:
 
 
 def _whole_backward(partition: LoopPartition, stage: int) -> TaskBody:
-    """`I` and `W` of a stage as one task."""
+    """Joins `I` and `W` of a stage into one task."""
     i, w = partition.task(Place(stage, "I")), partition.task(Place(stage, "W"))
     seen: set[int] = set()
     eqns = []
@@ -65,7 +65,7 @@ def _whole_backward(partition: LoopPartition, stage: int) -> TaskBody:
 
 
 def task_jaxpr(partition: LoopPartition, body: TaskBody) -> compat.ClosedJaxpr:
-    """A task with its accumulation as a closed jaxpr. Its arguments: [index], operands, reads, accumulators."""
+    """Returns a task and its accumulation as a closed jaxpr. Its arguments: [index], operands, reads, accumulators."""
     accs = [partition.accumulators[k] for k in body.accumulates]
     old = [compat.Var(a.result.aval) for a in accs]
     eqns, new = list(body.eqns), []
@@ -84,7 +84,7 @@ def task_jaxpr(partition: LoopPartition, body: TaskBody) -> compat.ClosedJaxpr:
 
 
 def _sums_with_their_values(eqns: Sequence[compat.JaxprEqn], num_body: int) -> list[compat.JaxprEqn]:
-    """Equations, the sums after the first `num_body` right after what they add: those of a layer stand together."""
+    """Moves each sum after the first `num_body` equations to right after its terms, so that a layer stays together."""
     maker = {v: i for i, e in enumerate(eqns) for v in e.outvars}
     place = list(range(len(eqns)))
     for i in range(num_body, len(eqns)):
@@ -96,7 +96,7 @@ def _sums_with_their_values(eqns: Sequence[compat.JaxprEqn], num_body: int) -> l
 
 
 def task_name(step: str, loop: Loop, *places: Place) -> str:
-    """The program of a task, or of a pair of tasks that run as one."""
+    """Returns the name of the program of a task, or of a pair of tasks that run as one."""
     parts = [step, _number(loop)]
     for place in places:
         parts += [f"stage{place.stage}", loop.partition.labels[place.stage], place.kind]
@@ -104,12 +104,12 @@ def task_name(step: str, loop: Loop, *places: Place) -> str:
 
 
 def zeros_name(step: str, loop: Loop, group: int) -> str:
-    """The program that makes a group's accumulators."""
+    """Returns the name of the program that makes a group's accumulators."""
     return "_".join(p for p in (step, _number(loop), "zeros", f"group{group}") if p)
 
 
 def segment_names(step: str, outline: Outline) -> dict[str, str]:
-    """Each segment's program: where it stands (before, between or after the loops) and its group."""
+    """Returns the name of each segment's program: its place (before, between or after the loops) and its group."""
     passed, count = 0, Counter()
     names = {}
     for item in outline.items:

@@ -1,8 +1,8 @@
-"""Finds what the updates of a step do alike: what an optimizer does with the leaves of a layer, in each group.
+"""Finds the work that the updates of a step have in common: an optimizer treats equal pytree leaves alike.
 
-An update computes a few numbers (a factor that clips, a learning rate, the correction of a moment), then new leaves
-from old ones, each for itself. The numbers become a program of their own. They are arguments to the rest, so that the
-rounding of a leaf depends on no other leaf, and equal leaves may be compiled once.
+An update computes a few numbers (a clipping factor, a learning rate, the correction of a moment), then each new leaf
+from its old one. The numbers become a program of their own, and arguments of the rest. So the rounding of a leaf
+depends on no other leaf, and equal leaves can be compiled once.
 """
 
 import math
@@ -16,16 +16,16 @@ from mpmd.compile.subprogram import Subprogram, num_equations
 from mpmd.graphs import equations
 from mpmd.tracing.new_equations import Atom
 
-_NUMBERS, _LAST = -1, -2  # labels of equations; those of leaves are counted from 0
-_FEW = 1024  # elements, at most, of numbers that are packed into one array
+_NUMBERS, _LAST = -1, -2  # labels of equations; labels of leaves count from 0
+_FEW = 1024  # the most numbers that are packed into one array
 
 
 class LeafUpdate(NamedTuple):
     """A part of an update that reads no value of another leaf.
 
     Attributes:
-      donate: positions of what it alone reads and may take over.
-      kind: equal for those that one program can do.
+      donate: positions of the arguments that it may take over and that nothing else reads.
+      kind: a key, equal for leaves that one program can update.
     """
 
     piece: Subprogram
@@ -35,11 +35,12 @@ class LeafUpdate(NamedTuple):
 
 
 class Update(NamedTuple):
-    """An update, apart.
+    """An update in its parts.
 
     Attributes:
-      numbers: what is computed of numbers alone.
-      last: numbers that are computed of several leaves.
+      numbers: the equations that depend only on numbers.
+      leaves: the equations of each leaf.
+      last: the equations of numbers that depend on several leaves.
     """
 
     numbers: Subprogram
@@ -51,9 +52,9 @@ class Instance(NamedTuple):
     """Leaves of an update that run as one program.
 
     Attributes:
-      number: of the update.
-      piece: what the program reads and writes.
-      takes: per leaf, the positions of its arguments among those of the program.
+      number: the number of the update.
+      piece: the variables that the program reads and writes.
+      takes: per leaf, the positions of its arguments among the arguments of the program.
     """
 
     number: int
@@ -63,14 +64,14 @@ class Instance(NamedTuple):
 
 
 def apart(jaxpr: compat.Jaxpr, spec: Callable[[compat.Var], Hashable], free: Sequence[compat.Var]) -> Update | None:
-    """A program as numbers and leaves; None where leaves are computed of numbers that need several of them.
+    """Splits a program into numbers and leaves; None if a large value depends on numbers that need several leaves.
 
     Args:
-      spec: how a variable is sharded; leaves alike agree in it.
-      free: arguments whose memory may be taken over.
+      spec: returns the sharding of a variable, which is part of the kind of a leaf.
+      free: arguments that the program may take over.
     """
     label: dict[compat.Var, int] = {}
-    joined: list[int] = []  # of leaves that are parts of one another
+    joined: list[int] = []  # union-find: per leaf, a leaf that it is joined with
 
     def root(n: int) -> int:
         while n >= 0 and joined[n] != n:
@@ -99,7 +100,7 @@ def apart(jaxpr: compat.Jaxpr, spec: Callable[[compat.Var], Hashable], free: Seq
 
 
 def _is_number(eqn: compat.JaxprEqn) -> bool:
-    """Whether it computes one number of few, or packs numbers into an array."""
+    """Returns whether an equation computes one number from a few, or packs numbers into an array."""
     sizes = [equations.size(v.aval) for v in equations.variables(eqn.invars)]
     if eqn.primitive.name == "concatenate":
         return max(sizes, default=1) == 1
@@ -107,7 +108,7 @@ def _is_number(eqn: compat.JaxprEqn) -> bool:
 
 
 def _picks(eqn: compat.JaxprEqn) -> bool:
-    """Whether it makes no more numbers than it reads: few, or a constant of few."""
+    """Returns whether an equation makes no more numbers than it reads, or a small constant."""
     sizes = [equations.size(v.aval) for v in equations.variables(eqn.invars)]
     return all(equations.size(v.aval) <= max(sizes, default=_FEW) for v in eqn.outvars)
 
@@ -139,7 +140,7 @@ def _update(
 
 
 def joined(pieces: Sequence[Subprogram], results: Iterable[Atom]) -> Subprogram:
-    """Pieces as one, of which only `results` are read."""
+    """Joins pieces into one, which writes only the variables among `results`."""
     eqns = [e for piece in pieces for e in piece.eqns]
     made, wanted = [v for piece in pieces for v in piece.writes], set(equations.variables(results))
     return Subprogram(tuple(eqns), tuple(equations.free_variables(eqns)), tuple(v for v in made if v in wanted))
@@ -151,10 +152,10 @@ def joined(pieces: Sequence[Subprogram], results: Iterable[Atom]) -> Subprogram:
 def common_leaves(
     updates: Sequence[Update], on_one_device: bool
 ) -> tuple[list[list[Subprogram]], list[list[Instance]]]:
-    """Per update, the leaves that it has alone; and lists of instances that one program can run.
+    """Returns, per update, the leaves that only it has; and lists of instances that one program can run.
 
     Args:
-      on_one_device: whether each runs on one. On several a further call has collectives of its own.
+      on_one_device: whether each runs on one device. On several devices, a further call has its own collectives.
     """
     leaves: list[dict[Hashable, list[LeafUpdate]]] = []
     for update in updates:
@@ -175,7 +176,7 @@ def common_leaves(
 
 
 def _instances(taken: Sequence[tuple[int, Sequence[LeafUpdate]]]) -> list[Instance]:
-    """Leaves alike; what several leaves read is one argument where that is so in all instances."""
+    """Returns the instances of equal leaves. A variable that several leaves read in all instances is one argument."""
     columns = list(zip(*([v for leaf in leaves for v in leaf.piece.reads] for _, leaves in taken), strict=True))
     position = {column: i for i, column in enumerate(dict.fromkeys(columns))}
     at, takes = iter(columns), []
@@ -196,8 +197,8 @@ class _Unit(NamedTuple):
     """Leaves that make one program.
 
     Attributes:
-      kinds: of its leaves, and how many of each.
-      calls: per program, how often it runs this.
+      kinds: the number of its leaves of each kind.
+      calls: per update, how often it calls the program.
     """
 
     kinds: dict[Hashable, int]
@@ -207,12 +208,12 @@ class _Unit(NamedTuple):
 def _units(
     left: Sequence[Counter[Hashable]], weights: Mapping[Hashable, int], only_leaves: Sequence[bool]
 ) -> Iterator[_Unit]:
-    """What programs have in common, the most first.
+    """Yields the leaves that updates have in common, the largest saving first.
 
     Args:
-      left: for each, how many leaves of a kind it has; what is found is subtracted.
-      weights: for each kind, its equations.
-      only_leaves: for each, whether nothing is left to do when its leaves are done.
+      left: per update, how many leaves of each kind it has; the found ones are subtracted.
+      weights: per kind, its equations.
+      only_leaves: per update, whether its leaves are all of it.
     """
     while True:
         found = [(_saved(unit, left, weights, only_leaves), unit) for unit in _candidates(left)]
@@ -227,17 +228,17 @@ def _units(
 def _saved(
     unit: _Unit, left: Sequence[Counter[Hashable]], weights: Mapping[Hashable, int], only_leaves: Sequence[bool]
 ) -> int:
-    """Equations that are not compiled, less what the calls more must save."""
+    """Returns the number of equations that need no compilation, minus the least saving that further calls must have."""
     size = sum(weights[kind] * n for kind, n in unit.kinds.items())
     more = sum(unit.calls)
     for count, calls, is_all in zip(left, unit.calls, only_leaves, strict=True):
         rest = any(n > unit.kinds.get(kind, 0) * calls for kind, n in count.items())
-        more -= calls > 0 and is_all and not rest  # these calls are all of its program
+        more -= calls > 0 and is_all and not rest  # the program consists of these calls
     return size * (sum(unit.calls) - 1) - LEAST * more
 
 
 def _candidates(left: Sequence[Counter]) -> Iterator[_Unit]:
-    """Kinds whose numbers in the programs stand in the same proportion, with what else there is as often."""
+    """Yields kinds with the same proportion between updates, together with all other kinds that are as frequent."""
     numbers = {kind: tuple(count[kind] for count in left) for count in left for kind in count}
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number in numbers.values():
