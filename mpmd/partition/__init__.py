@@ -1,1 +1,1 @@
-"""From one flat jaxpr to an outline, the stage and group of each equation: pure passes that run nothing."""
+"""Turns one flat jaxpr into an outline, the stage and group of each equation: pure passes that run nothing."""

@@ -1,7 +1,7 @@
 """Gives each output of a loop an accumulator, inside the task that makes it.
 
-A gradient whose parts arise in several stages (a tied, stacked or shared parameter) is accumulated in parts:
-its sum is cut at the leaves, so that no gradient crosses groups once a microbatch.
+A gradient with parts from several stages (a tied, stacked or shared parameter) is accumulated in parts:
+its sum is cut at the leaves, so that no gradient crosses groups in each microbatch.
 """
 
 import dataclasses
@@ -45,11 +45,11 @@ class Accumulator:
 def reduce_outputs(
     body: Body, eqn: compat.JaxprEqn, info: ScheduledLoop, split: bool
 ) -> tuple[Body, list[Accumulator], list[compat.JaxprEqn]]:
-    """Makes an accumulator per output, or per part of one that arises in several stages.
+    """Makes an accumulator for each output, or for each part of an output from several stages.
 
     Args:
-      body: the body, in which all that is not clonable has its place.
-      split: whether the schedule has `I` and `W` tasks instead of (or beside) `B`.
+      body: the body, in which every equation that is not clonable has its place.
+      split: whether the schedule has `I` and `W` tasks instead of (or in addition to) `B`.
 
     Returns:
       The body with the sums of parts that are accumulated, its accumulators, and the equations after the loop that make
@@ -63,13 +63,13 @@ def reduce_outputs(
 
 
 class _Linear(NamedTuple):
-    """A linear equation between a summand and the gradient that it is part of.
+    """A linear equation between a summand and its gradient.
 
     Attributes:
-      apply: the equation, on a value that may have another shape (before a padding that came first), and on `operands`.
-      waits: whether it runs after the loop: it puts a slice's gradient among zeros, moves rows, or reads `operands`.
-      commutes: whether it may as well run before such a step.
-      operands: what it reads besides, which no microbatch changes.
+      apply: the equation, on a value that may have another shape (without an earlier padding), and on `operands`.
+      waits: whether it runs after the loop: it pads a slice's gradient with zeros, moves rows, or reads `operands`.
+      commutes: whether it may also run before a step that waits.
+      operands: its other inputs, which are the same for all microbatches.
     """
 
     apply: Callable[..., jax.Array]
@@ -87,7 +87,7 @@ class _Summand(NamedTuple):
 
 
 def _is_coarse(part: _Summand, value: Atom) -> bool:
-    """Whether a sum over microbatches of a part would round or overflow where one of the gradient does not."""
+    """Returns whether a sum over microbatches of a part would round or overflow where the gradient's sum does not."""
     dtype = part.value.aval.dtype
     return dtype != value.aval.dtype or (dtype == np.float16 and any(step.operands for step in part.steps))
 
@@ -96,7 +96,7 @@ class _Outputs:
     """The outputs of a loop, reduced one after the other.
 
     Attributes:
-      added: the nodes that the body gets besides.
+      added: further nodes for the body.
       accumulators, after: as `reduce_outputs` returns them.
     """
 
@@ -109,10 +109,10 @@ class _Outputs:
         self.accumulators: list[Accumulator] = []
         self.after: list[compat.JaxprEqn] = []
         self._joins = Joins(body) if split else None
-        self._types: dict[tuple[Operation, compat.Aval], compat.Aval] = {}  # of accumulators
+        self._types: dict[tuple[Operation, compat.Aval], compat.Aval] = {}  # types of accumulators
         self._steps: _Steps = {}
         self._appended: dict[Hashable, Atom] = {}
-        self._shared: dict[Hashable, compat.Var] = {}  # accumulators of what several outputs are made of
+        self._shared: dict[Hashable, compat.Var] = {}  # accumulators that several outputs may use
         self._readers: dict[Atom, list[Node | None]] = defaultdict(list)
         for node in body.nodes:
             for v in node.inputs:
@@ -142,7 +142,7 @@ class _Outputs:
         self.after += _combine(totals, operation, n, result)
 
     def _accumulate(self, value: Atom, operation: Operation, place: Place, is_shared: bool) -> compat.Var:
-        """An accumulator of one output, or one for all outputs that are made of it after the loop."""
+        """Makes an accumulator for one output, or one for all outputs that are made from it after the loop."""
         if is_shared and (value, operation, place) in self._shared:
             return self._shared[value, operation, place]
         key = operation, value.aval
@@ -156,11 +156,11 @@ class _Outputs:
         return result
 
     def _summands(self, value: Atom) -> list[_Summand]:
-        """The summands of `value` in several stages (or in another one than it), or [] if it arises in one.
+        """Returns the summands of `value`, if they are in several stages or not in its own stage; else [].
 
         Sums are cut at their leaves. Linear equations between a leaf and the output run on the leaf, inside the
-        loop, up to a padding (a slice's gradient) or a product with what no microbatch changes (a scale, the other
-        factor of a low rank); these run once after the loop.
+        loop, up to a padding (a slice's gradient) or a product with a value that is the same for all microbatches (a
+        scale, the other factor of a low rank); these run once after the loop.
         """
         leaves = _leaves(self.body, value, self._readers, self._steps, self._of_a_list)
         if leaves is None:
@@ -192,7 +192,7 @@ class _Outputs:
         return self._appended[key]
 
 
-# A gradient that an equation reads, and the step from there to the result; None: it is a summand as it is.
+# A gradient that an equation reads, and the step from it to the result; None: the gradient itself is a summand.
 _Step = tuple[Atom, _Linear | None]
 _Steps = dict[tuple[Node, int], list[_Step] | None]
 
@@ -200,14 +200,14 @@ _Steps = dict[tuple[Node, int], list[_Step] | None]
 def _leaves(
     body: Body, value: Atom, readers: Mapping[Atom, list[Node | None]], steps: _Steps, of_a_list: bool
 ) -> list[_Summand] | None:
-    """The summands of `value`; None if one has no place in the backward pass.
+    """Returns the summands of `value`; None if one has no place in the backward pass.
 
-    Of a list, microbatches of other shapes are added to the same accumulators and go through the same steps after the
-    loop: sums are not cut behind what may be another step for another shape.
+    In a list, microbatches of all shapes are added to the same accumulators, and have the same steps after the loop. So
+    a sum is not cut behind a step that may differ between shapes.
 
-    A summand belongs where the first equation on it alone runs: the gradient of a shared bias is reduced in
-    the bias's stage, though the value that is reduced comes from the next one. If another equation comes first, that
-    stage is the one of the mark through which the value came, if it is read there anyhow.
+    A summand belongs to the stage of the first equation on it alone: the gradient of a shared bias is reduced in the
+    bias's stage, though the reduced value comes from the next stage. If another equation comes first, the summand
+    belongs to the stage of the mark that the value passed, if that stage reads the value anyway.
     """
     leaves: list[_Summand | None] = []
 
@@ -239,7 +239,7 @@ def _leaves(
         return steps[node, result]
 
     def waits(reader: Node | None, v: Atom) -> bool | None:
-        """Of a reader that `walk` passes: whether it is a step that waits. None of another one."""
+        """Returns whether a reader that `walk` passes is a step that waits; None for other readers."""
         found = steps_of(reader, 0) if reader else None
         if found is None:
             return None
@@ -254,7 +254,7 @@ def _leaves(
     return found if len(found) == len(leaves) else None
 
 
-# They run on a summand inside of the loop, if they read nothing besides.
+# These run on a summand inside of the loop, if they have no other inputs.
 _WITHIN = {
     "reshape", "transpose", "squeeze", "broadcast_in_dim", "reshard", "sharding_constraint", "copy", "copy_p",
     "reduce_sum", "neg", "convert_element_type", "mul", "div", "sub", "dynamic_slice", "gather",
@@ -263,10 +263,10 @@ _WITHIN = {
 
 
 def _linear_steps(body: Body, eqn: compat.JaxprEqn, result: int, of_a_list: bool) -> list[_Step] | None:
-    """The gradients of which a result of an equation is the sum, each with the step from it; None if it is no sum.
+    """Returns the gradients that an equation adds up to a result, each with its step; None if the result is no sum.
 
-    An activation is no gradient, though the equation multiplies it by one that no microbatch changes. A factor may be
-    the tokens of a microbatch of a list: there, it belongs in the loop.
+    An activation is no gradient, even if its factor in the equation is the same for all microbatches. In a list, a
+    factor may be the number of a microbatch's tokens; such a step belongs in the loop.
     """
     name = eqn.primitive.name
     moving = [i for i, v in enumerate(eqn.invars) if v is body.index or body.source_in_loop(v) is not None]
@@ -280,13 +280,13 @@ def _linear_steps(body: Body, eqn: compat.JaxprEqn, result: int, of_a_list: bool
         return [(eqn.invars[i], None) for i in moving]
     operands = tuple(equations.variables(v for i, v in enumerate(eqn.invars) if i not in summands))
     if name == "cumsum" or (operands and name in ("dynamic_slice", "gather")):
-        return None  # behind the loop, the first rounds otherwise, and the others take from something larger
+        return None  # after the loop, a cumsum rounds differently, and the others would slice a larger accumulator
     waits = bool(operands) or name not in _WITHIN
     if of_a_list and waits and not _is_of_any_shape(eqn):
         return None
 
     def apply(position: int, x: jax.Array, *given: jax.Array) -> jax.Array:
-        if (around := _room(eqn, position)) is not None:  # a pad runs where it is read: what is sent is smaller
+        if (around := _room(eqn, position)) is not None:  # a pad runs at its reader, so that less is sent
             x = lax.expand_dims(x, [eqn.params["axis"]]) if name == "stack" else x
             return lax.pad(x, np.zeros((), x.dtype), [(low, high, 0) for low, high in around])
         values = dict(zip(operands, given, strict=True))
@@ -304,7 +304,7 @@ def _linear_steps(body: Body, eqn: compat.JaxprEqn, result: int, of_a_list: bool
 
 
 def _room(eqn: compat.JaxprEqn, position: int) -> list[tuple[int, int]] | None:
-    """How many elements stand before and behind an operand, along each axis of the result that it is a piece of."""
+    """Returns the number of elements before and after an operand that is a piece of the result, along each axis."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     if name == "dynamic_update_slice":
         starts = [integer_of(v) for v in eqn.invars[2:]]
@@ -322,8 +322,8 @@ def _room(eqn: compat.JaxprEqn, position: int) -> list[tuple[int, int]] | None:
 
 
 def _is_of_any_shape(eqn: compat.JaxprEqn) -> bool:
-    """Whether a step behind a loop over a list is the same for all shapes of a microbatch: what it takes, or puts among
-    zeros, is one element of an axis, as a layer of a stack is.
+    """Returns whether a step after a loop over a list is the same for all shapes of a microbatch: it takes one element
+    of an axis, such as a layer of a stack, or puts one among zeros.
     """
     if eqn.primitive.name not in ("pad", "dynamic_update_slice", "rev", "slice"):
         return eqn.primitive.name in ("stack", "unstack")
@@ -332,7 +332,7 @@ def _is_of_any_shape(eqn: compat.JaxprEqn) -> bool:
 
 
 def _is_zeros(body: Body, atom: Atom) -> bool:
-    """Whether a value is a literal zero, or an array of one."""
+    """Returns whether a value is a literal zero, or an array of zeros."""
     source = body.source(atom)
     if source is not None and source.eqn.primitive.name == "broadcast_in_dim":
         atom = source.eqn.invars[0]
@@ -345,8 +345,8 @@ def _combine(
     num_microbatches: int,
     result: compat.Var,
 ) -> list[compat.JaxprEqn]:
-    """After the loop: pads each part, sums them in stage order, finishes the reduction. Steps that end all parts alike
-    run once, on the sum.
+    """Returns the equations after the loop: each part's steps, their sum in stage order, and the end of the reduction.
+    Last steps that all parts share run once, on the sum.
     """
     if len(totals) == 1 and not totals[0][1]:
         total = totals[0][0]
@@ -376,7 +376,7 @@ def _combine(
 def _same_every_time(
     body: Body, value: Atom, operation: Operation, num_microbatches: int, result: compat.Var
 ) -> list[compat.JaxprEqn]:
-    """An output that no microbatch changes: reduced without a loop task (zeros stay zeros)."""
+    """Reduces an output that is the same for all microbatches, without a loop task (zeros stay zeros)."""
     if _is_zeros(body, value) and type(operation) in (Add, Mean):
         acc = functools.partial(operation.init, value.aval, num_microbatches)
         return _bound(lambda: operation.finish(acc(), num_microbatches), [], result)
@@ -385,7 +385,7 @@ def _same_every_time(
         start = operation.init(jax.typeof(x), num_microbatches)
 
         def update(i: jax.Array, acc: jax.Array) -> jax.Array:
-            return operation.update(acc, x, jax.lax.convert_element_type(i, np.int32))  # that of the loop is weak
+            return operation.update(acc, x, jax.lax.convert_element_type(i, np.int32))  # the loop's index is weak
 
         acc = jax.lax.fori_loop(0, num_microbatches, update, start)
         return operation.finish(acc, num_microbatches)
@@ -397,12 +397,12 @@ def _same_every_time(
 
 
 def _bound(fun: Callable, atoms: Sequence[Atom], result: compat.Var) -> list[compat.JaxprEqn]:
-    """The equations of `fun(*atoms)`, whose one result gets the name `result`."""
+    """Returns the equations of `fun(*atoms)`, with its one result renamed to `result`."""
     return _named(trace_equations(fun, *atoms), atoms, result)
 
 
 def _named(found: Equations, atoms: Sequence[Atom], result: compat.Var) -> list[compat.JaxprEqn]:
-    """Equations on `atoms`, whose one result gets the name `result`."""
+    """Returns equations on `atoms`, with their one result renamed to `result`."""
     eqns, (out,) = found
     if isinstance(out, compat.Literal) or out in atoms:
         return [*eqns, *copy_equations(out).named([result])]

@@ -13,7 +13,7 @@ from mpmd.tracing.trace import Trace
 
 
 def assemble(placed: Placed, levels: Levels) -> Outline:
-    """The step as segments (what one group runs at one level), transfers and loops."""
+    """Returns the step as segments (the equations of one group at one level), transfers and loops."""
     step = placed.step
     own: dict[tuple[int, int], list[compat.JaxprEqn]] = defaultdict(list)
     for (i, g), level in sorted(levels.runs.items()):
@@ -47,7 +47,7 @@ def assemble(placed: Placed, levels: Levels) -> Outline:
 
 
 def _readers(placed: Placed, levels: Levels) -> Readers:
-    """For each variable and group, the levels at which it is read there (results: at the very end)."""
+    """Returns, per variable and group, the levels at which it is read there (for results: the very end)."""
     step = placed.step
     readers: Readers = defaultdict(set)
     for (i, g), level in levels.runs.items():
@@ -64,7 +64,7 @@ def _readers(placed: Placed, levels: Levels) -> Readers:
 
 
 def _transfers(step: FlatStep, levels: Levels, readers: Readers) -> list[OutlineTransfer]:
-    """What is read in groups that do not make it, each variable once per group."""
+    """Returns a transfer for each variable and each group that reads it without making it."""
     inputs = set(step.invars)
     found = []
     for v, g in readers:
@@ -86,7 +86,7 @@ def _segment(
     reads = equations.free_variables(eqns)
     made = [v for e in eqns for v in equations.outputs(e)]
     writes = [v for v in made if (v, group) in sent or any(r != level for r in readers.get((v, group), ()))]
-    # JAX gives the memory of donated arguments to results of their type in order: each result its predecessor's.
+    # JAX gives donated buffers to results of their type in order; so each result gets its predecessor's buffer.
     next_of = {v: step.next_of[v] for v in reads if step.next_of.get(v) in writes}
     reads = tuple(dict.fromkeys((*next_of, *reads)))
     writes = tuple(dict.fromkeys((*next_of.values(), *writes)))
@@ -94,7 +94,7 @@ def _segment(
 
 
 def _names(trace: Trace, items: Iterable[Segment | OutlineTransfer | Loop]) -> dict[compat.Var, str]:
-    """Names of arguments, and of what segments and loops make; no two alike: values go by name in the program."""
+    """Returns unique names for the arguments and the results of segments and loops: the program names its values."""
     num_consts = len(trace.consts)
     names: dict[compat.Var, str] = {}
     taken: set[str] = set()

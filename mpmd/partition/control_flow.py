@@ -1,14 +1,14 @@
 """Cuts a `cond`, `scan` or `while` outside of the loops into one for each group that holds its operands.
 
-Left whole, such an equation would run in one group and all its operands would be sent there: a `cond` around the
-optimizer would put all of its state into one group. Cut, each group has one with the part of the branches (or of the
-body) that concerns it, and what is sent is the predicate and what the branches themselves send.
+As a whole, such an equation would run in one group, and all its operands would be sent there: a `cond` around the
+optimizer would put all of its state into one group. After the cut, each group has its own part of the branches (or of
+the body). Only the predicate, and values that cross groups inside the branches, are sent.
 
-- `cond`: each equation of each branch is pinned as if it stood in the step. Equations of one group that need no more
-  transfers before them than others do become one `cond` (a part). A value that crosses inside a branch is a result of
-  one part and an operand of the next; where the branch is not taken it is zeros.
-- `scan` and `while`: one for each group, with the carries that this group's carries depend on, if these hold nothing
-  large of another group. A short `scan` whose iterations do cross groups is unrolled.
+- `cond`: each equation of each branch is pinned as if it stood in the step. Equations of one group that depend on
+  equally many transfers become one `cond` (a part). A value that crosses inside a branch is a result of one part and
+  an operand of the next; where the branch is not taken, it is zeros.
+- `scan` and `while`: one for each group, with the carries that this group's carries depend on, if no large one of
+  these is in another group. A short `scan` with iterations that cross groups is unrolled.
 """
 
 import dataclasses
@@ -33,11 +33,11 @@ Donors = Mapping[compat.Var, compat.Var]
 
 
 def pinned_parts(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> Iterator[_Pinned]:
-    """An equation and its pin, or the parts that it is cut into and theirs; each is recorded in `pins`.
+    """Yields an equation and its pin, or the parts that it is cut into and their pins. Records each in `pins`.
 
     Args:
-      pins: where everything before it is.
-      donor_of: per result of the step, the argument that it takes the place of.
+      pins: the groups of all values before it.
+      donor_of: per result of the step, the argument that it replaces.
     """
     cut = _CUTS.get(eqn.primitive.name)
     is_torn = cut is not None and not eqn.effects and len(_groups_of(eqn.invars, pins)) > 1
@@ -51,9 +51,9 @@ def pinned_parts(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> Iterator
 
 
 def _is_of_one_stage(eqn: compat.JaxprEqn, pins: Pins) -> bool:
-    """Whether a scan goes over layers of one stage: marks end the stages, and one group has all that it goes over.
+    """Returns whether a scan is over layers of one stage: marks end the stages, and one group has all scanned arrays.
 
-    Its first carry is sent there, an activation.
+    Its first carry, an activation, is sent there.
     """
     if eqn.primitive.name != "scan" or pins.stages is None:
         return False
@@ -63,7 +63,7 @@ def _is_of_one_stage(eqn: compat.JaxprEqn, pins: Pins) -> bool:
 
 
 def _groups_of(atoms: Sequence[Atom], pins: Pins) -> set[Groups]:
-    """Where values are, scalars left out."""
+    """Returns the groups of values, without scalars."""
     return {
         groups for v in equations.variables(atoms) if (groups := pins.of[v]) is not None and equations.size(v.aval) > 1
     }
@@ -71,7 +71,7 @@ def _groups_of(atoms: Sequence[Atom], pins: Pins) -> set[Groups]:
 
 # --- cond -----------------------------------------------------------------------------------------
 
-_Part = tuple[int, Groups | None]  # how many transfers come before it, and the groups that run it
+_Part = tuple[int, Groups | None]  # the number of transfers that it depends on, and the groups that run it
 
 
 class _Branch:
@@ -86,7 +86,7 @@ class _Branch:
         self.part: dict[compat.Var, _Part | None] = {}
         self._sources: dict[compat.Var, set[tuple[int, Groups]]] = {}  # the parts that must run before it is read
         for eqn, pin in pinned:
-            # What no group holds is computed again by each part that reads it, from what other parts hand over.
+            # An equation that belongs to no group is repeated in each part that reads it, from results of other parts.
             part = None if pin is None else (self.depth(eqn.invars, pin), pin)
             sources = self._sources_of(eqn.invars) if part is None else {part}
             self.part.update((v, part) for v in eqn.outvars)
@@ -96,12 +96,12 @@ class _Branch:
         return set().union(*(self._sources.get(v, ()) for v in equations.variables(atoms)))
 
     def depth(self, atoms: Iterable[Atom], groups: Groups | None) -> int:
-        """How many transfers it takes until values are in `groups`, or (None) until they can be computed."""
+        """Returns the number of transfers before values are in `groups`, or (None) before they can be computed."""
         crossed = ((d, groups is not None and not groups <= where) for d, where in self._sources_of(atoms))
         return max((depth + crosses for depth, crosses in crossed), default=0)
 
     def needed(self, part: _Part, results: Iterable[Atom]) -> list[compat.JaxprEqn]:
-        """The equations of a part: its own that are read, and the ones without a part that they read."""
+        """Returns the equations of a part: its own, and equations without a part that they or `results` need."""
         own = {id(e) for e in self.eqns if self.part[e.outvars[0]] == part}
         wanted = set(equations.variables(results))
         for eqn in reversed(self.eqns):
@@ -120,7 +120,7 @@ def _cut_cond(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
             groups = _result_groups(v, [b.outs[j] for b in branches], pins, donor_of)
             results[max(b.depth([b.outs[j]], groups) for b in branches), groups].append(j)
     parts = set(results) | {p for b in branches for p in b.part.values() if p is not None}
-    # A part that reads of one of its own depth runs in fewer groups than it, or (None) anywhere.
+    # A part that reads from another part of its depth runs in fewer groups than that one, or (None) anywhere.
     order = sorted(parts, key=lambda p: (p[0], -len(p[1] or ()), sorted(p[1] or ())))
     crossing = [_read_elsewhere(b, results, order) for b in branches]
     found = []
@@ -133,7 +133,7 @@ def _cut_cond(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
 
 
 def _result_groups(v: compat.Var, outs: Iterable[Atom], pins: Pins, donor_of: Donors) -> Groups | None:
-    """Where a result of a `cond` is: with the state that it takes the place of, or where a branch computes it."""
+    """Returns the groups of a result of a `cond`: those of the state that it replaces, or of a branch's result."""
     donor = donor_of.get(v)
     if donor is not None and pins.of[donor] is not None:
         return pins.of[donor]
@@ -143,7 +143,7 @@ def _result_groups(v: compat.Var, outs: Iterable[Atom], pins: Pins, donor_of: Do
 def _read_elsewhere(
     branch: _Branch, results: dict[_Part, list[int]], order: Sequence[_Part]
 ) -> dict[_Part, list[compat.Var]]:
-    """Per part, the values that other parts of the branch read."""
+    """Returns, per part, the values that other parts of the branch read."""
     readers: dict[compat.Var, set[_Part]] = defaultdict(set)
     for part in order:
         outs = [branch.outs[j] for j in results[part]]
@@ -167,7 +167,7 @@ def _part_of_cond(
     results: Sequence[int],
     crossing: Sequence[Sequence[compat.Var]],
 ) -> compat.JaxprEqn | None:
-    """The `cond` of one part; None if it would have no result."""
+    """Returns the `cond` of one part; None if it would have no result."""
     handed = [v for values in crossing for v in values]
     if not results and not handed:
         return None
@@ -195,7 +195,7 @@ def _part_of_cond(
 
 
 class _Carried:
-    """The iterations of a loop: which carries and results depend on which carries, and where they are."""
+    """The iterations of a loop: the carries that each carry and result depends on, and their groups."""
 
     def __init__(self, loop: OpenLoop, pins: Pins):
         self.next = {c.before: c.after for c in loop.carry}
@@ -203,7 +203,7 @@ class _Carried:
         self.pins = pins
         outer = [*loop.consts, *loop.rows, *((c.first, c.before) for c in loop.carry)]
         pins.of.update((v, self.groups(x)) for x, v in outer)
-        # Each round finds the place of another carry, until none is found: their number falls.
+        # Each round places another carry, or is the last.
         for _ in range(len(loop.carry) + 1):
             for eqn in loop.eqns:
                 pins.bind(eqn, pins.pin(eqn))
@@ -213,11 +213,11 @@ class _Carried:
             pins.of.update(new)
 
     def groups(self, v: Atom) -> Groups | None:
-        """Where a value is."""
+        """Returns the groups of a value."""
         return None if isinstance(v, compat.Literal) else self.pins.of.get(v)
 
     def closure(self, atoms: Iterable[Atom]) -> set[compat.Var]:
-        """All that these values depend on, over all iterations."""
+        """Returns all variables that these values depend on, over all iterations."""
         needed: set[compat.Var] = set()
         stack = equations.variables(atoms)
         while stack:
@@ -228,7 +228,7 @@ class _Carried:
         return needed
 
     def crosses(self, needed: Iterable[compat.Var], groups: Groups | None) -> bool:
-        """Whether these values are in other groups too."""
+        """Returns whether any of these values, except scalars, is in other groups."""
         places = [self.groups(v) for v in needed if equations.size(v.aval) > 1]
         return any(p is not None and (groups is None or not groups <= p) for p in places)
 
@@ -241,7 +241,7 @@ def _cut_loop(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
         if any(equations.size(c.inner.aval) > 1 for c in loop.test_consts):
             return None
         control = carried.closure(equations.free_variables(loop.test.eqns, loop.test.outvars))
-    results: dict[Groups | None, dict[compat.Var, Atom]] = defaultdict(dict)  # that somebody reads
+    results: dict[Groups | None, dict[compat.Var, Atom]] = defaultdict(dict)  # live results
     for v, x in [*((c.last, c.after) for c in loop.carry), *((s.outer, s.inner) for s in loop.stacks)]:
         if not isinstance(v, compat.DropVar):
             results[carried.groups(x)][v] = x
@@ -266,7 +266,7 @@ def _cut_loop(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
 
 
 def _unrolled(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinned]:
-    """The iterations of a `scan` one after the other, as equations of the step."""
+    """Unrolls a `scan` into equations of the step."""
     (n, m), run = compat.scan_sizes(eqn), compat.jaxpr_as_fun(eqn.params["jaxpr"])
     numbers = range(eqn.params["length"])
     wanted = [i for i, v in enumerate(eqn.outvars) if not isinstance(v, compat.DropVar)]

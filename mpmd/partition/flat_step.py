@@ -30,14 +30,14 @@ Asked = Sequence[Groups | None]
 
 @dataclasses.dataclass(frozen=True)
 class FlatStep:
-    """What a step does, in order, and what is said of its arguments and results.
+    """The items of a step, in order, and the requirements on its arguments and results.
 
     Attributes:
-      items: equations, and loops with what they need before and after them; dead ones are dropped.
+      items: equations, and loops with their equations before and after them; dead ones are dropped.
       outvars: the flat results.
       in_groups: per input (captured constants first), the groups that must hold it, or None.
       out_groups: per result, the groups that must hold it, or None.
-      donors: per result, the input whose place it takes, or None.
+      donors: per result, the input that it replaces, or None.
       everywhere: all groups.
     """
 
@@ -82,7 +82,7 @@ class FlatStep:
 
     @functools.cached_property
     def next_of(self) -> dict[compat.Var, compat.Var]:
-        """Per argument that is state, the result that takes its place."""
+        """Maps each argument that is state to the result that replaces it."""
         return {self.invars[d]: v for d, v in zip(self.donors, self.outvars, strict=True) if d is not None}
 
     @functools.cached_property
@@ -104,7 +104,7 @@ def _is_place(item: Item) -> bool:
 
 
 def _sharded_axes(trace: Trace, mesh: MpmdMesh, in_specs: Sequence[PartitionSpec | None]) -> ShardedAxes | None:
-    """What is known of the arguments' shardings inside of groups; None if groups differ or have one device."""
+    """Returns the known shardings of arguments inside of groups; None if groups differ or have one device."""
     shape = mesh.groups[0].abstract_mesh
     if shape.size == 1 or any(g.abstract_mesh != shape for g in mesh.groups):
         return None
@@ -115,7 +115,7 @@ def _sharded_axes(trace: Trace, mesh: MpmdMesh, in_specs: Sequence[PartitionSpec
 def _items(
     trace: Trace, mesh: MpmdMesh, forwarded: Iterable[int], sharded: ShardedAxes | None, ahead: bool
 ) -> tuple[list[Item], list[compat.Var]]:
-    """The items of a step and its results; each result has a variable of its own."""
+    """Returns the items of a step, and its results, each of which has its own variable."""
     items: list[Item] = []
     jaxpr = with_each(trace.jaxpr, lambda eqn: None if eqn.primitive is mark_p else eqn)
     for eqn in jaxpr.eqns:
@@ -130,7 +130,7 @@ def _items(
     taken = set(trace.jaxpr.invars) - {arguments[i] for i in forwarded}
     for v in jaxpr.outvars:
         if isinstance(v, compat.Literal) or v in taken:
-            # Memory of its own: a later step may be given it for good.
+            # A copy in its own memory, since a later step may take it over.
             eqns, (v,) = copy_equations(v)
             items += eqns
         assert isinstance(v, compat.Var)
@@ -164,7 +164,7 @@ def _check_groups(schedule: Schedule, mesh: MpmdMesh, eqn: compat.JaxprEqn) -> N
 
 
 def _with_groups(eqn: compat.JaxprEqn, everywhere: Groups) -> compat.JaxprEqn:
-    """A `place` with the groups that it names, all of them where it names none."""
+    """Returns a `place` with the groups that it names, or with all groups if it names none."""
     groups = eqn.params["groups"] or everywhere
     if wrong := sorted(groups - everywhere):
         raise StageError(
@@ -182,7 +182,7 @@ def _live(items: Sequence[Item], outvars: Sequence[compat.Var]) -> list[Item]:
             needed.update(item.needs())
             kept.append(item)
         elif item.effects or any(v in needed for v in item.outvars):
-            if item.primitive.name in ("cond", "scan", "while"):  # their parts are found by what is read of them
+            if item.primitive.name in ("cond", "scan", "while"):  # their live results determine their parts
                 item = item.replace(outvars=[v if v in needed else compat.DropVar(v.aval) for v in item.outvars])
             needed.update(equations.variables(item.invars))
             kept.append(item)

@@ -1,6 +1,6 @@
-"""Cheap work on the microbatch (masks, labels, positions) is computed again in every stage that reads it.
+"""Repeats cheap work on the microbatch (masks, labels, positions) in every stage that reads it.
 
-What else has no stage of its own goes to its first reader, and residuals that only a backward reads are made there.
+Other equations without a stage go to their first reader. Residuals that only a backward reads are made there.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def place_floating(body: Body, num_stages: int) -> Body:
 
 
 def cheap_on_data(body: Body, may_float: Callable[[Node], bool]) -> set[Node]:
-    """Of the equations that may float, those that each reader may compute again: cheap ones on the microbatch alone."""
+    """Returns the floating equations that each reader may repeat: cheap ones that depend only on the microbatch."""
     free: set[compat.Var] = {body.index, *body.operands}
     found: set[Node] = set()
     for node in body.nodes:
@@ -56,8 +56,8 @@ def cheap_on_data(body: Body, may_float: Callable[[Node], bool]) -> set[Node]:
 
 
 def sink_residuals(body: Body) -> Body:
-    """Moves a forward equation into the backward of its stage when only that reads it, and no more bytes are
-    kept for it than before.
+    """Moves a forward equation into the backward of its stage if only that backward reads it, and if that needs no
+    more bytes of residuals than before.
     """
     readers: dict[compat.Var, set[Place | None]] = defaultdict(set)
     for v in body.outvars:

@@ -20,12 +20,12 @@ Roots = Mapping[compat.Var, Parameters]
 
 
 def forward_stages(body: Body, marks: Marks, backward: set[Node], num_microbatches: int) -> dict[Node, int]:
-    """The stage of each forward equation. Equations without one float.
+    """Returns the stage of each forward equation. Equations without a stage float.
 
     An equation runs where it stands between the marks. It runs earlier (not before the latest mark that it depends on)
-    or later (not after the first mark that needs it) where fewer bytes cross between stages in a step; the bytes of
-    parameters that several stages read, and of their gradients, are counted. No stage loses all of its parameters, and
-    a role none of its heavy work.
+    or later (not after the first mark that needs it) if fewer bytes then cross between stages in a step; these bytes
+    include parameters that several stages read, and their gradients. No stage loses all of its parameters, and no role
+    loses heavy work.
     """
     graph = _Graph(body, marks, backward)
     costs = functools.cache(lambda: _bytes_that_cross(graph, bool(backward), num_microbatches))
@@ -44,16 +44,16 @@ def forward_stages(body: Body, marks: Marks, backward: set[Node], num_microbatch
 
 
 class _Graph:
-    """The forward equations to be placed, by number: neither marks nor what floats.
+    """The forward equations to be placed, by number: without marks and floating equations.
 
     Attributes:
       last: the last stage.
       marked: the stage that each forward mark begins.
       parameters: the parameters that each equation reads, by its number; equations that read none are left out.
-      made: the equations that make what each equation reads, directly or through marks.
-      written: where each equation stands between the forward marks.
-      after_marks, before_marks: the stages to which the marks next to an equation bind it.
-      side: losses, metrics, residuals: what neither a mark nor an equation with parameters needs.
+      made: per equation, the equations that make its inputs, directly or through marks.
+      written: per equation, the stage where it stands between the forward marks.
+      after_marks, before_marks: per equation, the first and the last stage that the marks next to it allow.
+      side: losses, metrics, residuals: equations that neither a mark nor an equation with parameters needs.
     """
 
     def __init__(self, body: Body, marks: Marks, backward: set[Node]):
@@ -75,35 +75,35 @@ class _Graph:
         self.after_marks, self.before_marks = self._stages_between_marks(marks)
 
     def with_parameters(self, stages: Sequence[int]) -> set[int]:
-        """The stages in which an equation reads a parameter."""
+        """Returns the stages in which an equation reads a parameter."""
         return {stages[i] for i in self.parameters}
 
     def parameters_of(self, node: Node) -> Parameters:
-        """The parameters that an equation reads."""
+        """Returns the parameters that an equation reads."""
         return _parameters_read(self.body, node, self.read(node, self.base), self._roots)
 
     def read(self, node: Node, origin: Callable[[Atom], Atom]) -> list[compat.Var]:
-        """The variables that an equation reads, by their origins."""
+        """Returns the origins of the variables that an equation reads."""
         return equations.variables(map(origin, node.inputs))
 
     def unmarked(self, v: Atom) -> Atom:
-        """The value that marks hand on as `v`."""
+        """Returns the value that marks pass on as `v`."""
         while (source := self.body.source(v)) and source in self.marked:
             v = source.eqn.invars[source.eqn.outvars.index(v)]
         return v
 
     def base(self, v: Atom) -> Atom:
-        """The value that crosses where `v` is read in another stage: views of it are made again by each reader."""
+        """Returns the value that crosses when another stage reads `v`: each reader makes views again."""
         while (source := self.body.source_in_loop(v := self.unmarked(v))) and _is_free_view(source):
             v = source.eqn.invars[0]
         return v
 
     def _sources(self, node: Node) -> list[Node]:
-        """The nodes, other than marks, that make what an equation reads."""
+        """Returns the nodes, other than marks, that make the inputs of an equation."""
         return [s for v in node.inputs if (s := self.body.source(self.unmarked(v)))]
 
     def problem(self, pinned: set[int], costs: Callable[[], list[Cost]]) -> Labelling:
-        """What may be chosen, and what it costs. Side work on what has no choice has none either."""
+        """Returns the allowed stages and their costs. Side work on equations without a choice has no choice either."""
         low, high = self._bounds({})
         start = self._start(low, high)
         fixed = pinned | {i for i in range(len(start)) if low[i] == high[i]}
@@ -124,7 +124,7 @@ class _Graph:
         return stages
 
     def _side_work(self) -> set[int]:
-        """What follows from parameters and neither a mark nor an equation with parameters needs."""
+        """Returns the equations that depend on parameters and that no mark, and no equation with parameters, needs."""
         needed: set[compat.Var] = set()
         for node in reversed(self.body.nodes):
             is_needed = node in self.marked or self.number.get(node) in self.parameters
@@ -137,7 +137,7 @@ class _Graph:
         return {i for i in follows - self.parameters.keys() if needed.isdisjoint(self.nodes[i].eqn.outvars)}
 
     def _stages_between_marks(self, marks: Marks) -> tuple[list[int], list[int]]:
-        """For each equation, the stage of the latest mark that it depends on, and that of the first that needs it."""
+        """Returns, per equation, the stage of the latest mark that it depends on, and of the first that needs it."""
         after: dict[compat.Var, int] = {}
         before: dict[compat.Var, int] = {}
         for node, stage in self.marked.items():
@@ -149,7 +149,7 @@ class _Graph:
         return low, high
 
     def _start(self, low: Sequence[int], high: Sequence[int]) -> list[int]:
-        """Where equations stand in the text; those of `side`, where what they read is made, if marks allow that."""
+        """Returns the stages where equations stand in the text; for `side`, of their inputs, if marks allow it."""
         start: list[int] = []
         for i, stage in enumerate(self.written):
             if i in self.side and self._made_in(i, start) >= low[i]:
@@ -158,11 +158,11 @@ class _Graph:
         return start
 
     def _made_in(self, i: int, stages: Sequence[int]) -> int:
-        """The last stage in which something is made that an equation reads; -1 if it reads data alone."""
+        """Returns the last stage that makes an input of an equation; -1 if it reads only data."""
         return max((stages[j] for j in self.made[i]), default=-1)
 
     def _bounds(self, fixed: dict[int, int]) -> tuple[list[int], list[int]]:
-        """For each equation, the first and the last stage that marks and fixed equations allow."""
+        """Returns, per equation, the first and the last stage that marks and fixed equations allow."""
         low, high = list(self.after_marks), list(self.before_marks)
         for i, stage in fixed.items():
             low[i] = high[i] = stage
@@ -176,9 +176,9 @@ class _Graph:
 
 
 def _bytes_that_cross(graph: _Graph, is_trained: bool, num_microbatches: int) -> list[Cost]:
-    """The bytes that cross in a step: values forward, their gradients backward, parameters there and back.
+    """Returns the bytes that cross in a step: values forward, their gradients backward, parameters there and back.
 
-    Scalars are free, so that no loss is moved to spare one.
+    Scalars are free, so that no loss is moved to save one.
     """
     values: dict[compat.Var, list[int]] = defaultdict(list)
     gradients: dict[compat.Var, list[int]] = defaultdict(list)
@@ -207,10 +207,10 @@ def _is_free_view(node: Node) -> bool:
 
 
 def _floating(body: Body, marks: Marks, forward: Sequence[Node], roots: Roots) -> set[Node]:
-    """Cheap work on the microbatch alone (labels, masks, positions, key splits): each reader does it again.
+    """Returns cheap work on the microbatch alone (labels, masks, positions, key splits), which each reader repeats.
 
-    The first mark has an implied entry mark: what it needs and reads a parameter is in stage 0, as is what reads such a
-    parameter elsewhere.
+    The first mark implies an entry mark: equations that it needs and that read a parameter are in stage 0. Other
+    equations that read such a parameter are in stage 0, too.
     """
     needed = body.ancestors(v for n in marks.forward[:1] for v in n.eqn.invars)
     entered: set[compat.Var] = set()
@@ -225,7 +225,7 @@ def _floating(body: Body, marks: Marks, forward: Sequence[Node], roots: Roots) -
 
 
 def _parameter_roots(body: Body) -> dict[compat.Var, Parameters]:
-    """For each value that no microbatch changes, the parameters (whatever is inexact) that it comes from."""
+    """Returns, per value that is the same for all microbatches, the parameters (inexact operands) that it needs."""
     roots = {v: frozenset([v]) for v in body.operands if jax.dtypes.issubdtype(v.aval.dtype, np.inexact)}
     for node in body.nodes:
         if not node.per_microbatch and (found := _union(roots, node.inputs)):
@@ -234,7 +234,7 @@ def _parameter_roots(body: Body) -> dict[compat.Var, Parameters]:
 
 
 def _parameters_read(body: Body, node: Node, inputs: Iterable[compat.Var], roots: Roots) -> Parameters:
-    """Parameters among what an equation reads. Taking one microbatch of an operand is reading data, not a parameter."""
+    """Returns the parameters among the inputs of an equation. An operand that is sliced by microbatch is data."""
     if node.eqn.primitive.name == "dynamic_slice" and any(
         v is body.index or body.source_in_loop(v) for v in node.eqn.invars[1:]
     ):

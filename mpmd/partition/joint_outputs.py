@@ -1,8 +1,8 @@
 """Moves work on the gradients of several stages (a norm per microbatch) behind the loop, if the backward is split.
 
-No stage needs it for its own gradients, and a weight half that waited for the others' would hold up its group: in
-ZB-H1, stage 0's runs long before stage 3's. So each stage keeps its part of every microbatch, if that is small, and
-the rest is computed after the loop, one microbatch after the other.
+No stage needs it for its own gradients, and a weight half that waits for other stages would hold up its group: in
+ZB-H1, stage 0's weight half runs long before stage 3's. So each stage keeps its part of every microbatch, if that is
+small, and the rest is computed after the loop, one microbatch after the other.
 """
 
 import functools
@@ -22,20 +22,20 @@ from mpmd.tracing.new_equations import Atom
 # The most elements of a part that is kept for all microbatches.
 _SMALL = 64
 
-# What the stages keep of each microbatch and where, what is read besides, and what makes the output of both (the parts
-# of a stage stacked).
+# The parts that stages keep of each microbatch and their places, further operands, and a function that makes the output
+# from the stacked parts and the operands.
 Join = tuple[list[tuple[compat.Var, Place]], list[compat.Var], Callable]
 
 
 class Joins:
-    """The equations on several stages' gradients, in a body whose equations have their places."""
+    """The equations on several stages' gradients, in a body of placed equations."""
 
     def __init__(self, body: Body):
         self._body = body
         self._joint = self._find()
 
     def _find(self) -> dict[Node, int]:
-        """The positions of the nodes that depend on several stages' backward, and on which no gradient depends."""
+        """Returns the positions of nodes that depend on several stages' backward, and that no gradient depends on."""
         tail: set[Node] = set()
         held: set[compat.Var] = set()
         for node in reversed(self._body.nodes):
@@ -61,7 +61,7 @@ class Joins:
         return joint
 
     def of(self, value: Atom, operation: Operation, num_microbatches: int) -> Join | None:
-        """How an output is computed after the loop; None if it is no join, or one of large parts."""
+        """Returns the computation of an output after the loop; None if it is no join, or has large parts."""
         body = self._body
         last = body.source(value)
         if last is None or last not in self._joint:
@@ -73,7 +73,7 @@ class Joins:
                 if equations.size(v.aval) > _SMALL or keys.is_key(v.aval.dtype):
                     return None
                 place = source.place or last.place
-                assert place is not None  # of the backward, like all that is joined
+                assert place is not None  # joined values are in the backward, so they have places
                 parts.append((v, place))
             elif v is not body.index:
                 operands.append(v)
@@ -85,10 +85,10 @@ class Joins:
 def _reduced(
     jaxpr: compat.ClosedJaxpr, num_parts: int, operation: Operation, num_microbatches: int, *given: jax.Array
 ) -> jax.Array:
-    """The output of the loop, from the stacked parts and the operands.
+    """Computes the output of the loop from the stacked parts and the operands.
 
     Args:
-      jaxpr: from the microbatch index, a microbatch's parts and the operands to the output of the microbatch.
+      jaxpr: maps the microbatch index, a microbatch's parts and the operands to the output of the microbatch.
     """
     stacks, operands = given[:num_parts], given[num_parts:]
     index: Any = jaxpr.in_avals[0]

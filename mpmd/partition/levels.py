@@ -11,7 +11,7 @@ from mpmd.partition.flat_step import FlatStep, Item
 from mpmd.partition.outline import Groups, Loop
 from mpmd.partition.pins import runs_once
 
-END = 1 << 30  # the level of what the step returns
+END = 1 << 30  # the level of reads of the step's results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Placed:
       runs: per item, the groups that run the equation; empty for loops.
       inputs: per input, the groups that hold it.
       outputs: per result, the groups that hold it.
-      committed: per result, whether something that is placed says where it is.
+      committed: per result, whether a placed value determines where it is.
     """
 
     step: FlatStep
@@ -43,7 +43,7 @@ class Levels:
     Attributes:
       runs: per equation (by its position among the items) and group, its level.
       loops: per loop (by its position), its level.
-      made: per variable, the groups that have it without a transfer, and from which level on.
+      made: per variable, the groups that have it without a transfer, each with the first level where it is ready.
     """
 
     runs: dict[tuple[int, int], int]
@@ -60,7 +60,7 @@ class Levels:
 
 
 def as_early_as_possible(placed: Placed) -> Levels:
-    """Each equation at the first level at which its operands are in its group."""
+    """Puts each equation at the first level at which its operands are in its group."""
     step = placed.step
     made = {v: dict.fromkeys(g, 0) for v, g in zip(step.invars, placed.inputs, strict=True)}
     runs: dict[tuple[int, int], int] = {}
@@ -87,15 +87,15 @@ def as_early_as_possible(placed: Placed) -> Levels:
 
 
 def _ready(made: dict[int, int], group: int) -> int:
-    """The level at which a group can read a value: it makes it, or the value is sent after the level that does."""
+    """Returns the first level at which a group can read a value, which it makes or receives after that level."""
     return made[group] if group in made else made[min(made)] + 1
 
 
 def as_late_as_possible(placed: Placed, levels: Levels) -> Levels:
-    """Each equation as late as its readers allow, where that does not keep more bytes alive.
+    """Puts each equation as late as its readers allow, if that does not keep more bytes alive.
 
-    Scalars from before the loops that none of them reads (counters) are computed with what their group does last, and
-    need no program of their own.
+    Scalars from before the loops that no loop reads (counters) move to the last level of their group, and so need no
+    program of their own.
     """
     step = placed.step
     first_loop, last = min(levels.loops.values(), default=0), defaultdict[int, int](int)
@@ -139,21 +139,21 @@ def as_late_as_possible(placed: Placed, levels: Levels) -> Levels:
 
 # --- steps that are written as tasks and transfers: each task is a program, in the order of the text ---
 
-_ARRIVES = {"reshard", "sharding_constraint", "device_put", "copy"}  # what a transfer does after it has moved a value
+_ARRIVES = {"reshard", "sharding_constraint", "device_put", "copy"}  # equations of a transfer, after the value moved
 Spot = tuple[int, int]  # the position of an item, and a group that runs it
 
 
 def _ends_task(item: Item) -> bool:
-    """Whether an item is the end of a task."""
+    """Returns whether an item is the end of a task."""
     return not isinstance(item, Loop) and item.primitive is place_p and bool(item.params.get("ends_task"))
 
 
 def by_task(placed: Placed) -> Levels | None:
-    """Each task at a level of its own, after the task before it in its group and after what it reads has arrived.
+    """Puts each task at its own level, after the previous task of its group and after its inputs have arrived.
 
-    What depends on nothing new would else run as early as it can: the forwards of all microbatches in one program of
-    the first group, while all others wait for it. None if that cannot be: the step is not written as tasks, or has a
-    pipelined loop, or within a task of several groups these exchange values.
+    Otherwise, tasks that depend on nothing new would run as early as possible: the forwards of all microbatches in one
+    program of the first group, while all other groups wait. Returns None if the step is not written as tasks, has a
+    pipelined loop, or has a task of several groups that exchange values within it.
     """
     if placed.step.loops or not any(map(_ends_task, placed.step.items)):
         return None
@@ -176,7 +176,7 @@ def by_task(placed: Placed) -> Levels | None:
 
 
 def _tasks(placed: Placed) -> list[list[Spot]]:
-    """The equations of each task in each group, in the order of the text; what arrives belongs to its first reader."""
+    """Returns the equations of each task in each group, in the order of the text. Arrivals go to their first reader."""
     items = placed.step.items
     spots = [(i, g) for i, groups in enumerate(placed.runs) for g in sorted(groups)]
     arriving = _arriving(items)
@@ -199,13 +199,13 @@ def _tasks(placed: Placed) -> list[list[Spot]]:
         if task is None or (_ends_task(items[task[-1][0]]) and not _ends_task(items[i])):
             task = current[group] = []
         join((i, group), task)
-    for spot in spots:  # what arrives and is read elsewhere alone: a result of the step, or on its way to a third group
+    for spot in spots:  # arrivals without a reader in their group: results of the step, or on the way to another group
         join(spot, [])
     return sorted({id(task): task for task in by_spot.values()}.values(), key=max)
 
 
 def _arriving(items: Sequence[Item]) -> dict[compat.Var, int]:
-    """What transfers make, and the position of the item that makes it."""
+    """Maps the results of transfers to the positions of the items that make them."""
     found: dict[compat.Var, int] = {}
     for i, item in enumerate(items):
         if not _ends_task(item) and _arrives(item, found):

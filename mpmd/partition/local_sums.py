@@ -1,4 +1,4 @@
-"""Equations that sum over sharded rows: how each device sums its own rows, in a `shard_map`."""
+"""Plans equations that sum over sharded rows: each device sums its own rows, in a `shard_map`."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -18,14 +18,14 @@ _ANY = PartitionSpec.UNCONSTRAINED
 
 
 class Local(NamedTuple):
-    """How an equation that sums over sharded axes runs on each device's rows.
+    """The plan by which an equation that sums over sharded axes runs on each device's rows.
 
     Attributes:
-      in_specs: per operand, how it is sharded.
-      out_spec: of the parts.
+      in_specs: per operand, its spec.
+      out_spec: the spec of the parts.
       axes: the mesh axes that are summed over.
-      manual: the mesh axes that these specs are about.
-      gathered: per operand, how it is sharded before that; None: as it is.
+      manual: the mesh axes that these specs use.
+      gathered: per operand, the spec to constrain it to before that; None: it stays as it is.
     """
 
     in_specs: tuple[PartitionSpec, ...]
@@ -36,7 +36,7 @@ class Local(NamedTuple):
 
 
 def local_sum(eqn: compat.JaxprEqn, sharded: ShardedAxes, refused: Collection[str] = ()) -> Local | None:
-    """How an equation runs on each device's rows; None if it sums over no sharded axis, or types forbid it.
+    """Plans an equation on each device's rows; returns None if it sums over no sharded axis, or if types forbid it.
 
     Args:
       refused: the mesh axes over which its result should have no parts.
@@ -64,7 +64,7 @@ def local_sum(eqn: compat.JaxprEqn, sharded: ShardedAxes, refused: Collection[st
             for v, dims in zip(eqn.invars, found, strict=True)
         ]
         return Local(tuple(specs), PartitionSpec(axes), axes, manual, gathered)
-    # Types say that other axes are sharded too: `shard_map` has to know.
+    # The types have further sharded axes, which `shard_map` has to know.
     result = _typed_dims(eqn.outvars[0])
     if eqn.primitive.name not in ("dot_general", "reduce_sum") or sharded.results(eqn, typed)[0] != result:
         return None
@@ -79,14 +79,14 @@ def local_sum(eqn: compat.JaxprEqn, sharded: ShardedAxes, refused: Collection[st
 def _gathered(
     eqn: compat.JaxprEqn, found: Sequence[dict[int, Axes]], sharded: ShardedAxes, refused: Collection[str]
 ) -> tuple[list[dict[int, Axes]], tuple[PartitionSpec | None, ...]]:
-    """What is summed over without the mesh axes that shard another axis of an operand: over these no device has rows
-    alone, so the operands are gathered.
+    """Leaves out mesh axes that also shard another axis of an operand: over these, no device has rows of its own, so
+    the operands are gathered.
 
-    Sequences that are sharded like the columns of the other operand are such: XLA gathers them for a product. So are
+    Examples are sequences that are sharded like the columns of the other operand, which XLA gathers for a product; and
     the updates of a table that is sharded like their sequences, if they are smaller than the table.
 
     Returns:
-      Per operand, what is left of `found`; and how the operand is sharded then, None where nothing changes.
+      Per operand, the rest of `found`; and the operand's new spec, None if nothing changes.
     """
     known = [sharded.of(v) for v in eqn.invars]
     pairs = list(zip(known, found, strict=True))
@@ -102,13 +102,13 @@ def _gathered(
 
 
 def _typed_dims(v: Atom) -> Dims:
-    """The mesh axes that the type of a value names, per axis."""
+    """Returns, per axis, the mesh axes in the type of a value."""
     sharding = explicit_sharding(v.aval)
     return ((),) * len(v.aval.shape) if sharding is None else dims_of(sharding.spec, len(v.aval.shape))
 
 
 def _shards_twice(dims: Sequence[Axes]) -> bool:
-    """Whether a mesh axis shards two axes of an array."""
+    """Returns whether a mesh axis shards two axes of an array."""
     names = [n for d in dims for n in d]
     return len(names) > len(set(names))
 
@@ -118,7 +118,7 @@ def _spec(dims: Iterable[Axes]) -> PartitionSpec:
 
 
 def _summed(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> list[dict[int, Axes]] | None:
-    """Per operand, the axes that are summed over and what shards them; None if operands differ."""
+    """Returns, per operand, the axes that are summed over, and their mesh axes; None if operands differ."""
     found: list[dict[int, Axes]] = [{} for _ in ins]
     for factor in _sums(eqn):
         pairs = [(k, a) for k, a in enumerate(factor.ins) if a is not None]
@@ -131,7 +131,7 @@ def _summed(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> list[dict[int, Axes]] 
 
 
 def _sums(eqn: compat.JaxprEqn) -> Iterator[Factor]:
-    """The factors along which an equation adds up. Those of a scatter are no pieces: the operand is added once."""
+    """Yields the factors along which an equation adds up; in a scatter, of its updates: the operand counts once."""
     if eqn.primitive.name == "scatter-add":
         window = eqn.params["dimension_numbers"].update_window_dims
         rows = [a for a in range(eqn.invars[2].aval.ndim) if a not in window]

@@ -2,21 +2,21 @@
 
 The rules, in the order in which they are applied (each is a function of this file or of one that it imports):
 
-  hoist       what depends on neither the microbatch nor its index runs once, before the loop
+  hoist       equations that depend on neither the microbatch nor its index run once, before the loop
   marks       the k-th mark ends stage k; a backward mark is tied to the forward mark that it transposes
-  float       cheap work on the microbatch alone (labels, masks, positions, keys) is done again by each reader
+  float       each reader repeats cheap work on the microbatch alone (labels, masks, positions, keys)
   forward     an equation runs in the stage in which it stands in the text, or where fewer bytes cross: a minimum
               cut, between the latest mark that it depends on and the first mark that needs it
-  roles       where stages are roles, what is heavy or reads parameters runs where it stands
-  side        a loss, metric or residual of values whose stage is known runs where these are
+  roles       where stages are roles, an equation that is heavy or reads parameters runs where it stands
+  side        a loss, metric or residual of values in known stages runs in their stage
   backward    an equation runs in the stage of the forward equation that it transposes; gradients from roles in
               several groups are added where the sum is read
-  sink        what only the backward of the same stage reads moves there if that keeps fewer bytes
-  cut         a gradient whose parts arise in several stages is accumulated in parts, summed after the loop
-  parts       what each device of a group adds to a gradient is accumulated apart, summed after the loop
-  halves      in a split backward, an equation that holds others (a checkpoint, a scan) is divided into I and W
-  again       and what it computes again of the forward is R, which need not wait for a gradient
-  join        in a split backward, what is made of several stages' gradients is computed after the loop
+  sink        an equation that only the backward of its stage reads moves there if that keeps fewer bytes
+  cut         a gradient with parts from several stages is accumulated in parts, summed after the loop
+  parts       each device of a group accumulates its own part of a gradient; they are summed after the loop
+  halves      in a split backward, an equation with inner equations (a checkpoint, a scan) is divided into I and W
+  again       its recomputation of the forward is R, which need not wait for a gradient
+  join        in a split backward, values made from several stages' gradients are computed after the loop
 
 The result is pure data: `LoopPartition`, which prints itself.
 """
@@ -45,10 +45,10 @@ from scheduler.task import Orders, Reads
 
 @dataclasses.dataclass(frozen=True)
 class TaskBody:
-    """The equations of one task and what it exchanges with the rest; the same for every microbatch.
+    """The equations of one task, and the values that it exchanges; the same for every microbatch.
 
     Attributes:
-      eqns: in order; cheap ones may stand in several tasks.
+      eqns: the equations, in order; cheap ones may be in several tasks.
       operands: loop operands (parameters, whole batches) that it reads.
       reads, writes: values of the same microbatch from and for other tasks.
       accumulates: positions in `LoopPartition.accumulators`.
@@ -87,12 +87,12 @@ class LoopPartition:
     labels: tuple[str | None, ...]
 
     def recomputing(self, orders: Orders) -> Orders:
-        """The orders of its schedule, and `R` where stages have one."""
+        """Adds `R` to the orders of its schedule, where stages have one."""
         again = frozenset(t.place.stage for t in self.tasks if t.place.kind == "R")
         return recomputing(self.info.schedule, self.info.num_microbatches, orders, again)
 
     def reads(self) -> Reads:
-        """For each stage, the earlier stages that it exchanges values with, in either direction."""
+        """Returns, per stage, the earlier stages that it exchanges values with, in either direction."""
         producer = {v: t.place.stage for t in self.tasks for v in t.writes}
         pairs = {(producer[v], t.place.stage) for t in self.tasks for v in t.reads}
         return tuple(
@@ -101,7 +101,7 @@ class LoopPartition:
         )
 
     def task(self, place: Place) -> TaskBody:
-        """The task at `place`."""
+        """Returns the task at `place`."""
         return next(t for t in self.tasks if t.place == place)
 
     def __str__(self):
@@ -138,9 +138,9 @@ def partition_loop(
 
     Args:
       eqn: the equation; its body is flat (see `trace.inline`).
-      split: whether the schedule has `I` and `W` tasks instead of (or beside) `B`.
-      sharded: how its operands are sharded inside of a group, if they can be.
-      ahead: whether split backwards may compute again ahead of their gradient, which keeps that in memory meanwhile.
+      split: whether the schedule has `I` and `W` tasks instead of (or in addition to) `B`.
+      sharded: the known shardings of its operands inside of a group, if there are any.
+      ahead: whether split backwards may recompute before their gradient arrives, and keep the results in memory.
 
     Raises:
       StageError: the marks do not fit the schedule, or a value would flow back to an earlier stage.
@@ -161,7 +161,7 @@ def partition_loop(
 
 
 def place_equations(body: Body, marks: Marks, num_microbatches: int) -> Body:
-    """Gives each equation of the loop its place by the marks; what floats has none yet."""
+    """Gives each equation of the loop its place by the marks; floating equations have none yet."""
     backward = find_backward(body, marks)
     forward = forward_stages(body, marks, backward, num_microbatches)
     gradients = backward_stages(body, marks, backward, forward)
@@ -179,7 +179,7 @@ def _tasks(
     after: Sequence[compat.JaxprEqn],
     kinds: Sequence[str],
 ) -> LoopPartition:
-    """A body of which every equation has its place, as tasks."""
+    """Divides a body, in which every equation has its place, into tasks."""
     stages = range(len(labels))
     places = [Place(s, k) for k in kinds for s in (stages if k == "F" else reversed(stages))]
     own: dict[Place, list[Node]] = defaultdict(list)
@@ -211,7 +211,7 @@ def _tasks(
 
 
 def _gather(body: Body, place: Place, own: Sequence[Node], accumulated: Sequence[Atom]) -> tuple[set[Node], set[Atom]]:
-    """A task's own equations and the cheap ones that they read; what it reads of other tasks."""
+    """Returns a task's own equations with the cheap ones that they need, and the values that other tasks send."""
     wanted, reads = set(own), set[Atom]()
     stack: list[Atom] = [*(v for n in own for v in n.inputs), *accumulated]
     while stack:

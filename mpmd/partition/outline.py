@@ -2,12 +2,12 @@
 
 An equation runs in the group that holds its operands. If several groups hold them, it runs in the one with most of
 their bytes (ties go to a group that holds state), and the rest is sent there: usually scalars such as a global norm.
-What depends on no placed value runs wherever its result is wanted. A state leaf that the step returns in the same
-position stays in the groups that it came from, so that a training loop moves nothing.
+An equation that depends on no placed value runs wherever its result is wanted. A state leaf that the step returns in
+the same position stays in the groups that it came from, so that a training loop moves nothing.
 
-The steps are pure, and each gives a value that prints itself: a list of equations and loops (`flat_step`); where each
-runs, by a forward pass (where operands are) and a backward pass (where results are wanted: `place_segments`); what can
-run together before the next transfer (`levels`); and the outline (`assemble`).
+The passes are pure, and each returns a value that prints itself: a list of equations and loops (`flat_step`); their
+groups, by a forward pass (where operands are) and a backward pass (where results are wanted: `place_segments`); the
+equations that can run together before the next transfer (`levels`); and the outline (`assemble`).
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class OutlineTransfer:
-    """A variable that goes from one group to another, after everything of its level."""
+    """A variable that goes from one group to another, after all items of its level."""
 
     var: compat.Var
     source: int
@@ -60,7 +60,7 @@ class Loop:
     Its operands must be in place when it starts; its accumulators are made in place by the executor.
 
     Attributes:
-      orders: per group, its tasks in order: the schedule computes them once.
+      orders: per group, its tasks in order, as computed once by the schedule.
     """
 
     number: int
@@ -73,16 +73,16 @@ class Loop:
         return self.partition.info.schedule
 
     def simulated(self, costs: Costs | None = None) -> Timeline:
-        """The loop on a clock, by default one on which all tasks take equally long."""
+        """Simulates the loop; by default all tasks take equally long."""
         schedule, number = self.schedule, self.partition.info.num_microbatches
         return simulate_orders(self.orders, tuple(schedule.placement), number, costs, reads=reads_of(schedule))
 
     def group(self, place: Place) -> int:
-        """The group that runs a stage."""
+        """Returns the group that runs the stage of `place`."""
         return self.schedule.placement[place.stage]
 
     def needs(self) -> dict[compat.Var, set[int]]:
-        """The groups in which each variable of the step must be when the loop starts."""
+        """Maps variables of the step to the groups that must have them when the loop starts."""
         found: dict[compat.Var, set[int]] = defaultdict(set)
         for task in self.partition.tasks:
             for v in task.operands:
@@ -98,9 +98,9 @@ class Outline:
       inputs: per flat argument (and captured constant, first), the groups that must have it.
       outputs: per flat result, its variable and the groups that hold it.
       items: segments, transfers and loops in one global order.
-      donors: per flat result, the flat argument whose place it takes (None: none).
-      committed: per flat result, whether something that is placed says where it is.
-      packed: vectors of scalars that cross together, and how many each holds.
+      donors: per flat result, the flat argument that it replaces, or None.
+      committed: per flat result, whether a placed value determines where it is.
+      packed: vectors of scalars that cross together, each with its number of scalars.
     """
 
     trace: Trace
@@ -138,13 +138,13 @@ class Outline:
 
 
 def with_microbatches(outline: Outline, numbers: Mapping[int, int]) -> Outline:
-    """A step whose loops have other numbers of microbatches, by the number of the loop."""
+    """Changes the numbers of microbatches of loops, by the number of the loop."""
     return with_changes(outline, {number: {"num_microbatches": count} for number, count in numbers.items()})
 
 
 def with_changes(outline: Outline, changes: Mapping[int, Mapping[str, object]]) -> Outline:
-    """A step whose loops have another number of microbatches, or schedule of the same stages and kinds of tasks, by the
-    number of the loop.
+    """Changes the number of microbatches of loops, or their schedule, by the number of the loop. A new schedule must
+    have the same stages and kinds of tasks.
     """
 
     def changed(loop: Loop) -> Loop:

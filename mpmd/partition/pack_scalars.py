@@ -1,8 +1,8 @@
 """Packs the scalars that cross outside of the loops: one transfer per pair of groups and level.
 
-Norms, metrics and counters are many (one per parameter, often) and small, and a transfer costs the same for four bytes
-as for a thousand. The group that makes them joins their bits in one vector of words; the group that reads them takes
-them out again, in a segment that it runs anyhow where there is one.
+Norms, metrics and counters are many (often one per parameter) and small, and a transfer costs the same for four bytes
+as for a thousand. The group that makes them joins their bits in one vector of words. The group that reads them unpacks
+them, if possible in a segment that it runs anyway.
 """
 
 import functools
@@ -30,7 +30,7 @@ class Packed(NamedTuple):
       last: per (level, group), equations that a segment runs at its end.
       first: per (level, group), equations that a segment runs at its beginning.
       readers: per (packed vector, group), the level at which it is read.
-      sizes: per packed vector, how many scalars it holds.
+      sizes: per packed vector, its number of scalars.
     """
 
     transfers: list[OutlineTransfer]
@@ -82,7 +82,7 @@ def pack_scalars(
 
 
 def _unpack_level(t: OutlineTransfer, until: int, segments: set[tuple[int, int]], loop_levels: set[int]) -> int | None:
-    """The level at which the target takes its scalars out: in its next segment, if no reader comes before that."""
+    """Returns the level at which the target unpacks its scalars: in its next segment, if no reader is before that."""
     own = sorted(level for level, g in segments if g == t.target and t.level < level <= until)
     if own:
         return own[0]
@@ -107,7 +107,7 @@ def _is_packable(aval: compat.Aval) -> bool:
 
 
 def _axis_types(aval: compat.Aval) -> tuple:
-    """Those of the mesh that a value was computed on: other ones inside of `auto_axes`. No equation takes both."""
+    """Returns the axis types of a value's mesh. They differ inside of `auto_axes`, and no equation may mix them."""
     return tuple(aval.sharding.mesh.axis_types or ()) if getattr(aval, "sharding", None) is not None else ()
 
 
@@ -135,7 +135,7 @@ def _from_words(words: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @functools.lru_cache(maxsize=256)
 def _splitter(dtypes: tuple[np.dtype, ...]) -> Callable[[jax.Array], list[jax.Array]]:
-    """The function that takes scalars of these types out of a vector; one object, so that JAX traces it once."""
+    """Returns the function that unpacks scalars of these types: always one object, so that JAX traces it once."""
 
     def split(vector):
         found, start = [], 0

@@ -1,16 +1,16 @@
-"""Data parallel inside a group: sums over its devices are done once, after the loop, not for each microbatch.
+"""Data parallelism inside a group: sums over its devices are done once, after the loop, not for each microbatch.
 
 Where the rows of a microbatch are sharded over devices, a gradient is a sum over these. Such an equation (a matrix
 product over the rows, a sum of them, a scatter of their updates) runs in a `shard_map` that leaves out this sum: its
-result has an axis in front, with one part for each device. Linear equations from there to the accumulator work on the
+result has a leading axis, with one part for each device. Linear equations from there to the accumulator work on the
 parts, the accumulator holds one part per device, and one sum after the loop makes the value. An accumulator of parts
 takes as much memory on each device as a replicated one.
 
-What is read by anything that is not linear (a norm per microbatch) is left as it was written.
+A value that a nonlinear equation reads (a norm per microbatch) is left as it was written.
 
-Beside tensor parallelism, parts are over the axes of rows. Over an axis that shards the parameter they would be larger
-than its gradient: there they are refused, from the accumulator back to the equations that it follows from. A sum over
-an axis that shards other parameters (for a norm's scale, for the loss) gives way to one over rows that comes later.
+With tensor parallelism, parts are over the axes that shard rows. Over an axis that shards the parameter, parts would be
+larger than its gradient; there they are refused, from the accumulator back to the equations that it depends on. A sum
+over an axis that shards other parameters (for a norm's scale, for the loss) gives way to a later sum over rows.
 """
 
 import dataclasses
@@ -38,15 +38,15 @@ from mpmd.partition.local_sums import Local, local_sum
 from mpmd.tracing.inline import inline
 from mpmd.tracing.new_equations import Atom, Equations, trace_equations
 
-# Values of which parts are enough, and the mesh axes over which they should have none.
+# Values that may be in parts, each with the mesh axes over which it should have no parts.
 Wanted = Mapping[Atom, frozenset[str]]
 
 
 class Partial(NamedTuple):
-    """A value as parts that add up to it, one for each device along mesh axes: they are on an axis in front.
+    """A value as parts that add up to it, one for each device along mesh axes, stacked on a leading axis.
 
     Attributes:
-      mesh: the one that is set where the parts are made; inside of `auto_axes` it may be in no type.
+      mesh: the mesh that is set where the parts are made; inside of `auto_axes`, no type may have it.
     """
 
     parts: compat.Var
@@ -60,8 +60,8 @@ def sum_once(
     """Accumulates parts per device where that is possible.
 
     Args:
-      body: with places; unused equations are dropped.
-      sharded: what is known of the operands of the loop.
+      body: a body with places and without unused equations.
+      sharded: the known shardings of the operands of the loop.
 
     Returns:
       The body and its accumulators, and the equations that sum their results.
@@ -85,20 +85,20 @@ def sum_once(
 
 
 def _wanted(body: Body, accumulators: Sequence[Accumulator]) -> set[Atom]:
-    """The values that are accumulated by nothing but sums, in the task that makes them."""
+    """Returns the values that are accumulated only by sums, in the task that makes them."""
 
     def is_sum(acc: Accumulator) -> bool:
         source = body.source_in_loop(acc.value)
         dtype = acc.value.aval.dtype
         if source is None or dtype == np.bool_ or (acc.operation == Mean() and dtype_of_sum(dtype) != dtype):
-            return False  # parts of booleans are no sums, and those of small integers wrap around
+            return False  # parts of booleans are no sums, and parts of small integers wrap around
         return acc.operation in (Add(), Mean()) and acc.place == source.place
 
     return {a.value for a in accumulators} - {a.value for a in accumulators if not is_sum(a)}
 
 
 def _scattered_over(body: Body, value: Atom, sharded: ShardedAxes) -> frozenset[str]:
-    """The axes over which a parameter of this shape is sharded: parts of its gradient over them would be larger."""
+    """Returns the axes that shard a parameter of this shape: parts of its gradient over them would be larger."""
     slices = [n for n in body.nodes if n.eqn.primitive.name == "dynamic_slice" and body.index in n.inputs]
     parameters = body.operands.difference(v for n in slices for v in n.inputs)  # a microbatch may have such a shape
     same = [v for v in parameters if v.aval.shape == value.aval.shape]
@@ -108,7 +108,7 @@ def _scattered_over(body: Body, value: Atom, sharded: ShardedAxes) -> frozenset[
 def _in_parts(
     body: Body, wanted: Wanted, whole: Set[Atom], sharded: ShardedAxes
 ) -> tuple[list[Node], Mapping[Atom, "Partial"]]:
-    """The nodes of a body in which the `wanted` values are in parts where they can be, and these parts.
+    """Puts the `wanted` values in parts where possible. Returns the nodes of the new body, and the parts.
 
     Args:
       whole: values that are reduced otherwise.
@@ -135,12 +135,12 @@ def _summable(
     whole: Collection[Atom] = (),
     inputs: Sequence[compat.Var] = (),
 ) -> Wanted:
-    """The values of which parts are enough: linear equations alone are between them and `wanted` ones.
+    """Returns the values that may be in parts: only linear equations are between them and the `wanted` values.
 
     Args:
-      near: whether an equation may read the parts of a value.
-      whole: values that are needed as they are.
-      inputs: what else to tell of.
+      near: returns whether an equation may read the parts of a value.
+      whole: values that are needed as a whole.
+      inputs: further values to check.
     """
     readers: dict[Atom, list[compat.JaxprEqn]] = defaultdict(list)
     for eqn in eqns:
@@ -158,16 +158,16 @@ def _summable(
 
 
 class _Sums:
-    """Replaces equations by those that make parts of their results.
+    """Replaces equations by equations that make parts of their results.
 
     Attributes:
       partials: the values that are in parts so far.
 
     Args:
       sharded: the mesh axes of all values.
-      summable: the values of which parts are enough.
-      secondary: mesh axes over which parts are had only where there can be none over others.
-      partials: those that come in in parts.
+      summable: the values that may be in parts.
+      secondary: mesh axes to use for parts only where no other axes are possible.
+      partials: the inputs that are in parts.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class _Sums:
         self._secondary = secondary
 
     def replace(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
-        """The equations instead of one whose results can be in parts; None: it stays as it is."""
+        """Returns the equations that replace one, if its results can be in parts; None: it stays as it is."""
         with compat.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
             try:
                 return self._replaced(eqn)
@@ -204,7 +204,7 @@ class _Sums:
         return None if local is None else self._rows(eqn, local)
 
     def _further(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
-        """An equation on parts over axes of parameters that sums over those of rows: parts over the latter alone."""
+        """Replaces an equation on parts over secondary axes that sums over axes of rows: parts over rows remain."""
         local = self._local(eqn) if eqn.outvars[0] in self._summable else None
         over = {n for v in equations.variables(eqn.invars) if v in self.partials for n in self.partials[v].axes}
         if local is None or not over.issubset(self._secondary) or set(self._secondary).intersection(local.axes):
@@ -213,26 +213,26 @@ class _Sums:
         return [*before, *self._rows(whole, local)]
 
     def _local(self, eqn: compat.JaxprEqn) -> Local | None:
-        """How an equation runs on each device's rows, if that should be."""
+        """Returns the plan of an equation on each device's rows; None if it should not run so."""
         return local_sum(eqn, self._sharded, self._summable.get(eqn.outvars[0], ()))
 
     def run(self, eqns: Iterable[compat.JaxprEqn]) -> list[compat.JaxprEqn]:
-        """Replaces all that it can."""
+        """Replaces all equations that it can."""
         replaced = ((eqn, self.replace(eqn)) for eqn in eqns)
         return [e for eqn, new in replaced for e in ([eqn] if new is None else new)]
 
     def _rows(self, eqn: compat.JaxprEqn, local: Local) -> list[compat.JaxprEqn]:
-        """An equation that sums over rows: each device sums its own."""
+        """Replaces an equation that sums over rows, so that each device sums its own rows."""
 
         def part(*operands):
-            """On one device: its axis in front has length 1, and `out_specs` puts the parts of all devices there."""
-            if eqn.primitive.name == "scatter-add":  # what the rows are added to is added once
+            """Runs on one device: its leading axis has length 1, where `out_specs` joins the parts of all devices."""
+            if eqn.primitive.name == "scatter-add":  # the operand that the rows are added to counts once
                 operands = (_first_only(operands[0], lax.axis_index(local.axes)), *operands[1:])
             # A sharding of the whole result means nothing here, where axes are manual.
             params = {k: None if isinstance(x, NamedSharding) else x for k, x in eqn.params.items()}
             return eqn.primitive.bind(*operands, **params)[None]
 
-        # Without `check_vma`: JAX would add the very sum that is to be left out.
+        # Without `check_vma`, since JAX would add exactly the sum to leave out.
         parts = jax.shard_map(
             part, in_specs=local.in_specs, out_specs=local.out_spec, axis_names=local.manual, check_vma=False
         )
@@ -244,7 +244,7 @@ class _Sums:
         return self._traced(eqn, gathered, eqn.invars, local.axes)
 
     def _linear(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn]:
-        """The equation on the parts of its operands; what is no sum is added in the first part alone."""
+        """Runs an equation on the parts of its operands; operands without parts are added in the first part only."""
         first = next(i for i, v in enumerate(eqn.invars) if not isinstance(v, compat.Literal) and v in self.partials)
         added = linear_in(eqn, first)
         axes = next(self.partials[v].axes for v in equations.variables(eqn.invars) if v in self.partials)
@@ -254,10 +254,10 @@ class _Sums:
         before: list[compat.JaxprEqn] = []
         operands: list[Atom] = []
         mapped: list[int | None] = []
-        once: list[bool] = []  # what is added in the first part alone
+        once: list[bool] = []  # whether an operand is added in the first part only
         for i, v in enumerate(eqn.invars):
             partial = None if isinstance(v, compat.Literal) else self.partials.get(v)
-            # A product of parts is not the parts of a product: all operands but one are summed before.
+            # Products of parts are not parts of the product, so all operands except one are summed before.
             if partial and (partial.axes != axes or (0 in mapped and i not in added)):
                 eqns, (v,) = _whole(partial)
                 before, partial = [*before, *eqns], None
@@ -277,7 +277,7 @@ class _Sums:
         return [*before, *self._traced(eqn, parts, operands, axes)]
 
     def _completed(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn]:
-        """The equation as it is, after the sums of those operands that are in parts."""
+        """Returns the equation unchanged, after sums of the operands that are in parts."""
         before: list[compat.JaxprEqn] = []
         operands: list[Atom] = []
         for v in eqn.invars:
@@ -288,7 +288,7 @@ class _Sums:
         return [*before, eqn.replace(invars=operands)]
 
     def _checkpoint(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
-        """A checkpoint, some of whose results are in parts."""
+        """Replaces a checkpoint by one with some results in parts."""
         body = inner_jaxpr(eqn)
         assert body is not None
         inner = self._sharded.inside(body, [self._sharded.of(v) for v in eqn.invars])
@@ -303,10 +303,10 @@ class _Sums:
         return self._call(eqn, {"jaxpr": jaxpr}, eqn.invars, found)
 
     def _scan(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn] | None:
-        """A scan, some of whose results are in parts: stacked ones, and sums that it carries.
+        """Replaces a scan by one with some results in parts: stacked results, and sums that it carries.
 
-        The body is done until no further carry is in parts: what a round makes says over which axes a carry has parts,
-        and what it makes of that is in parts too.
+        The body is replaced repeatedly, until no further carry is in parts: the result of one pass determines the axes
+        of a carry's parts, and the values made from that carry are then in parts too.
         """
         closed, (first, num_carry) = eqn.params["jaxpr"], compat.scan_sizes(eqn)
         if closed.consts:
@@ -325,7 +325,7 @@ class _Sums:
                     kept[out] |= summable[v]
             if kept == wanted:
                 break
-            wanted = kept  # less values, or more axes for one
+            wanted = kept  # fewer values, or more refused axes for one
             summable = _summable(body.eqns, wanted, whole=whole, inputs=carries)
         parts: dict[Atom, Partial] = {}
         while True:
@@ -337,7 +337,7 @@ class _Sums:
                 break
             parts |= more  # there are only so many carries
         if any((p and p.axes) != (parts[v].axes if v in parts else None) for v, p in pairs):
-            return None  # JAX cannot type what a carry in parts becomes
+            return None  # a carry must have the same type, and so the same parts, before and after a round
         if not any(found):
             return None
         ins = [parts[v].parts if v in parts else v for v in body.invars]
@@ -353,7 +353,7 @@ class _Sums:
         return [*before, *new]
 
     def _inner_results(self, eqn: compat.JaxprEqn, body: compat.Jaxpr) -> tuple[Wanted, set[Atom]]:
-        """Results of an inner jaxpr of which parts are enough, and those that are needed as they are."""
+        """Returns the results of an inner jaxpr that may be in parts, and the results that are needed as a whole."""
         wanted: dict[Atom, frozenset[str]] = {}
         whole: set[Atom] = set()
         for v, out in zip(body.outvars, eqn.outvars, strict=True):
@@ -373,11 +373,11 @@ class _Sums:
         found: Sequence[Partial | None],
         stacked: int | None = None,
     ) -> list[compat.JaxprEqn]:
-        """The equation with an inner jaxpr of which some results are in parts; from result `stacked` on, in stacks."""
+        """Binds an equation with a new inner jaxpr with results in parts; results from `stacked` on are stacks."""
 
         def call(*operands):
             outs = eqn.primitive.bind(*operands, **{**eqn.params, **changes})
-            # A scan stacks its rounds in front of the axis of the parts, which belongs in front.
+            # A scan stacks its rounds in front of the axis of the parts, which must be the leading axis.
             below = [p is not None and stacked is not None and i >= stacked for i, p in enumerate(found)]
             return [jnp.moveaxis(x, 1, 0) if b else x for x, b in zip(outs, below, strict=True)]
 
@@ -390,7 +390,7 @@ class _Sums:
         return [e.replace(source_info=eqn.source_info) for e in new.named(names)]
 
     def _traced(self, eqn: compat.JaxprEqn, fun: Callable, atoms: Sequence[Atom], axes: Axes) -> list[compat.JaxprEqn]:
-        """The equations of `fun` on `atoms`, whose results are the parts of those of `eqn`; errors name its line."""
+        """Traces `fun` on `atoms`: its results are the parts of the results of `eqn`. Errors name the line of `eqn`."""
         eqns, outs = trace_equations(lambda *xs: jax.tree.leaves(fun(*xs)), *atoms)
         for v, out in zip(eqn.outvars, outs, strict=True):
             assert isinstance(out, compat.Var)
@@ -398,46 +398,46 @@ class _Sums:
         return [e.replace(source_info=eqn.source_info) for e in eqns]
 
     def _placed(self, axes: Axes, x: jax.Array) -> jax.Array:
-        """A whole value as parts: all of it in the first one."""
+        """Returns a whole value as parts: all of it in the first, zeros in the others."""
         return jax.vmap(_first_only, in_axes=(None, 0))(x, self._numbers(axes))
 
     def _numbers(self, axes: Axes) -> jax.Array:
-        """Of the parts."""
+        """Returns the numbers of the parts."""
         numbers = jnp.arange(math.prod(self._sharded.sizes[n] for n in axes))
         lead = _explicit(axes, compat.current_mesh())
         return jax.reshard(numbers, PartitionSpec(lead)) if lead else numbers
 
 
 def _explicit(axes: Axes, mesh: AbstractMesh) -> Axes:
-    """Those of the axes that types name."""
+    """Returns the Explicit axes among `axes`, which appear in types."""
     return tuple(n for n in axes if n in mesh.explicit_axes)
 
 
 def _constrained_alike(eqn: compat.JaxprEqn, parts: jax.Array, axes: Axes) -> jax.Array:
-    """A constraint, on each part of its operand."""
+    """Applies a sharding constraint to each part of its operand."""
     if eqn.primitive.name == "reshard":
         asked = eqn.params["dst_sharding"]
         if not asked.mesh.explicit_axes:
-            return parts  # it asks for nothing: JAX writes such equations under no mesh, or Auto axes alone
+            return parts  # no constraint: JAX writes such equations without a mesh, or with Auto axes only
         lead = _explicit(axes, asked.mesh)
         return jax.reshard(parts, NamedSharding(asked.mesh, PartitionSpec(lead, *asked.spec.partitions)))
-    asked = eqn.params["sharding"]  # of Auto axes alone
+    asked = eqn.params["sharding"]  # has only Auto axes
     explicit = _explicit(axes, asked.mesh)
     lead = tuple(n for n in axes if n not in explicit)
     return lax.with_sharding_constraint(parts, NamedSharding(asked.mesh, PartitionSpec(lead, *asked.spec.partitions)))
 
 
 def _whole(partial: Partial) -> Equations:
-    """The equations that sum parts, where these are."""
+    """Returns the equations that sum parts, under the mesh of the parts."""
     with compat.use_abstract_mesh(partial.mesh):
         return trace_equations(_total, partial.parts)
 
 
 def _total(parts: jax.Array) -> jax.Array:
-    """The sum over the axis in front, in its own dtype."""
+    """Sums over the leading axis, in the dtype of the parts."""
     return lax.reduce(parts, np.zeros((), parts.dtype), lax.add, (0,))
 
 
 def _first_only(x: jax.Array, number: jax.Array) -> jax.Array:
-    """A value in the first part, zeros in the others."""
+    """Returns a value in the first part, zeros in the others."""
     return jnp.where(number == 0, x, jnp.zeros_like(x))

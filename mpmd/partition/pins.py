@@ -1,13 +1,13 @@
-"""The groups that may run an equation outside of the loops, by where its operands are.
+"""Finds the groups that may run an equation outside of the loops, from the groups of its operands.
 
-An equation is pinned to the groups that hold its operands. Where these have no group in common, a heavy equation (a
+An equation is pinned to the groups that hold its operands. If these have no group in common, a heavy equation (a
 matrix product, a convolution) goes to its weights, and any other to the group that has the most bytes of its
 operands; ties go to the stage in whose text the equation stands, to the group that holds state, then to the value
-that was computed last. What depends on no placed value is not pinned: it runs wherever its result is wanted.
+that was computed last. An equation that depends on no placed value is not pinned: it runs where its result is wanted.
 
-In a step without a loop, the equations that no weight holds are then moved so that the fewest bytes cross. Marks say
-where stages end: a value that went through mark k is in the group of stage k + 1 from then on (`stage_text.py`). So
-where there are marks, only what had to choose between groups is moved.
+In a step without a loop, the equations that no weight holds are then moved so that the fewest bytes cross. Marks end
+stages: a value that passed mark k is in the group of stage k + 1 from then on (`stage_text.py`). So if there are
+marks, only equations that had to choose between groups are moved.
 """
 
 from collections import defaultdict
@@ -25,18 +25,18 @@ class Pins:
 
     Attributes:
       of: per variable, the groups that hold it; None where any group would do.
-      firm: variables whose place follows from something that is placed: an argument, a loop, the user's word. The
-        others are where they are for want of a better place.
-      weights: large arguments that are placed, and what is made of them alone.
-      state: arguments that the step returns anew, and what is made of them.
+      firm: variables with a place that follows from a placed value: an argument, a loop's result, a `place`. The other
+        variables have a place only for want of a better one.
+      weights: large placed arguments, and values that are made from these only.
+      state: arguments that the step returns anew, and values that are made from them.
       grown: results larger than their operands: the operands are sent instead.
       anchored: results of equations that stay with their weights.
-      disputed: results of equations that had to choose with an array in another group, and what follows from them.
+      disputed: results of equations that had to choose a group that lacks an array, and values that depend on them.
       torn: whether an equation had to choose between groups.
-      stages: the groups of the stages that marks make, if there are any.
+      stages: the groups of the stages between marks, if there are marks.
 
     Args:
-      arguments: the groups of each input, where something says so.
+      arguments: the groups of each input, where they are known.
       state: inputs that are state.
     """
 
@@ -59,17 +59,17 @@ class Pins:
         self._after_loop = False
 
     def loop_result(self, v: compat.Var, groups: Groups) -> None:
-        """Records that a loop's result is where it is accumulated."""
+        """Records that a loop's result is in the groups that accumulate it."""
         self._after_loop = True
         self.of[v] = groups
         self.firm.add(v)
 
     def pin(self, eqn: compat.JaxprEqn) -> Groups | None:
-        """The groups that may run an equation, None where any group would do."""
+        """Returns the groups that may run an equation, None where any group would do."""
         if eqn.primitive is place_p:
             return eqn.params["groups"]
         if eqn.primitive is across_p and equations.nbytes(eqn.outvars[0].aval) <= SMALL:
-            return None  # where it is wanted: each group gets all the parts
+            return None  # it runs where its result is wanted: each group gets all the parts
         held = self._held(eqn)
         if not held:
             group = None if eqn.effects else self._group_of_text(eqn)
@@ -80,7 +80,7 @@ class Pins:
         return self._in_its_text(eqn, held, common) or common
 
     def bind(self, eqn: compat.JaxprEqn, pin: Groups | None) -> None:
-        """Records where an equation's results are."""
+        """Records the groups of an equation's results."""
         operands = equations.variables(eqn.invars)
         if eqn.effects or eqn.primitive is place_p or (equations.is_heavy(eqn) and self._stays(eqn, pin)):
             self.anchored.update(eqn.outvars)
@@ -102,10 +102,10 @@ class Pins:
             self.grown.update(eqn.outvars)
 
     def _grows_on(self, eqn: compat.JaxprEqn) -> bool:
-        """Whether the results of an equation are larger than the operands that are somewhere, or follow such ones.
+        """Returns whether the results of an equation are larger than its placed operands, or depend on grown results.
 
-        So parts of a gradient are put among zeros, and a momentum that nothing else holds is brought up to date, where
-        the parameter is.
+        So the group of a parameter pads parts of its gradient with zeros, and updates a momentum that nothing else
+        places.
         """
         held = [v for v in equations.variables(eqn.invars) if self.of[v] is not None]
         if not held or not (self._after_loop or equations.is_view(eqn)):
@@ -116,17 +116,17 @@ class Pins:
         return self._after_loop and made > read
 
     def _stays(self, eqn: compat.JaxprEqn, pin: Groups | None) -> bool:
-        """Whether a heavy equation stays with the weights that it reads, as they are or derived."""
+        """Returns whether a heavy equation stays with the weights that it reads directly or derived."""
         if self.stages and self.stages.reads_weights(eqn) and pin == {self.stages.group(eqn)}:
             return True
         return not self.weights.isdisjoint(equations.variables(eqn.invars))
 
     def _group_of_text(self, eqn: compat.JaxprEqn) -> int | None:
-        """The group of the stage in whose text a heavy equation stands."""
+        """Returns the group of the stage in whose text a heavy equation (or a lookup) stands; None for others."""
         return self.stages.group(eqn) if self.stages and (runs_once(eqn) or _looks_up(eqn)) else None
 
     def _held(self, eqn: compat.JaxprEqn) -> list[tuple[Groups, compat.Var]]:
-        """Operands that are somewhere, and where; a value that came through a mark is in the stage that this begins."""
+        """Returns placed operands and their groups. A value that passed a mark is in the stage that the mark begins."""
         arrived = self.stages.arrived(eqn) if self.stages else {}
         found = []
         for v in equations.variables(eqn.invars):
@@ -139,8 +139,8 @@ class Pins:
     def _in_its_text(
         self, eqn: compat.JaxprEqn, held: Sequence[tuple[Groups, compat.Var]], common: Groups
     ) -> Groups | None:
-        """The group of the stage in whose text a heavy equation stands, if it is cheaper to bring its operands there
-        than its results: tokens go to the embedding of the first stage, although the last one has a copy of it.
+        """Returns the group of the stage in whose text a heavy equation stands, if its operands are cheaper to send
+        there than its results: tokens go to the embedding of the first stage, although the last stage has a copy of it.
         """
         group = self._group_of_text(eqn)
         if group is None or group in common:
@@ -149,7 +149,7 @@ class Pins:
         return frozenset([group]) if missing <= sum(equations.nbytes(v.aval) for v in eqn.outvars) else None
 
     def _choose(self, eqn: compat.JaxprEqn, held: Sequence[tuple[Groups, compat.Var]]) -> int:
-        """The group that runs an equation whose operands have no group in common."""
+        """Chooses the group for an equation with operands that have no group in common."""
         heavy = equations.is_heavy(eqn)
         self.torn |= any(equations.size(v.aval) > 1 for v in eqn.outvars)
         text = self.stages.group(eqn) if self.stages else None
@@ -168,7 +168,7 @@ class Pins:
                     stays.add(g)
                 if not self._after_loop and equations.size(v.aval) > 1:
                     last[g] = max(last[g], self._order.get(v, 0))
-        # Of two large arguments (weights, and what an encoder made) the one in whose stage's text it stands.
+        # Between two large arguments (weights, and an encoder's output), the equation's own stage decides.
         of_its_text = text if text is not None and weights[text] else None
         best = max(
             nbytes,
@@ -182,13 +182,13 @@ class Pins:
 def with_fewest_bytes(
     items: Sequence[compat.JaxprEqn], pins: list[Groups | None], held: Pins, wanted: Mapping[compat.Var, Groups]
 ) -> list[Groups | None]:
-    """Pins under which the fewest bytes cross, where equations that no weight holds may move to other groups.
+    """Returns the pins with which the fewest bytes cross. Equations that no weight holds may move to other groups.
 
     Args:
       items: the equations of a step without a loop.
-      pins: where they run so far.
+      pins: their groups so far.
       held: the same by variable.
-      wanted: the groups in which results are wanted, where something says so.
+      wanted: the groups in which results are wanted, where they are known.
     """
     labels: list[int] = []
     movable: list[bool] = []
@@ -216,7 +216,7 @@ def with_fewest_bytes(
         for v in equations.variables(eqn.invars):
             g = arrived.get(v)
             readers[v, g].add(own[i])
-            if g is not None and (v, g) not in makers:  # it came through a mark, which sends it there
+            if g is not None and (v, g) not in makers:  # it passed a mark, which sends it there
                 makers[v, g] = add(g, False)
                 readers[v, None].add(makers[v, g])
     for v, groups in wanted.items():
@@ -235,10 +235,10 @@ def with_fewest_bytes(
 
 
 def _looks_up(eqn: compat.JaxprEqn) -> bool:
-    """Whether the equation takes rows of a table, as an embedding does."""
+    """Returns whether an equation takes rows of a table, as an embedding does."""
     return eqn.primitive.name == "gather" and equations.size(eqn.invars[0].aval) > WEIGHT and equations.shrinks(eqn)
 
 
 def runs_once(eqn: compat.JaxprEqn) -> bool:
-    """Whether an equation should run in one group, early; moves between memories are each group's own, and late."""
+    """Returns whether an equation should run early, in one group. Each group moves values between memories, late."""
     return equations.is_heavy(eqn) and not equations.changes_memory(eqn)

@@ -1,6 +1,6 @@
 """Decides which group runs each equation outside of the loops, the optimizer for instance.
 
-First by operands (`pins.py`), then by who wants the result. The rules are in `outline.py`.
+The operands decide first (`pins.py`), then the readers of the result. The rules are in `outline.py`.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ def outline_step(
 
     Args:
       in_groups: per flat argument, the groups that hold it, or None to find out.
-      out_groups: per flat result, the groups that shall hold it, or None.
-      forwarded: flat arguments that may be returned as they are (donated ones: nobody else holds them).
-      in_specs: per flat argument, how it is sharded inside of a group, where that is known.
+      out_groups: per flat result, the groups that must hold it, or None.
+      forwarded: flat arguments that may be returned without a copy (donated ones, which nothing else holds).
+      in_specs: per flat argument, its spec inside of a group, or None if it is not known.
       ahead: as for `partition_loop`.
 
     Raises:
@@ -52,10 +52,10 @@ def outline_step(
 
 
 def hold_loop_arguments(step: FlatStep) -> FlatStep:
-    """An argument that loops read is where they read it: directly, or through equations that keep its size (casts).
+    """Places arguments where loops read them, directly or through equations that keep their size (casts).
 
-    What else is made of it runs there, and only results cross. An argument of which heavy equations make smaller
-    values for several groups (a network that generates weights) is in one group.
+    Other equations on such an argument run there, and only their results cross. If heavy equations make smaller values
+    for several groups from an argument (a network that generates weights), it is in one group.
     """
     wanted: dict[compat.Var, set[int]] = defaultdict(set)
     made: dict[compat.Var, Counter[int]] = defaultdict(Counter)  # elements for each group
@@ -77,7 +77,7 @@ def hold_loop_arguments(step: FlatStep) -> FlatStep:
         elif runs_once(eqn) and groups:
             groups = {min(groups)}  # it runs once, and its result is sent
         sizes = [equations.size(o.aval) for o in eqn.outvars]
-        size = max(sizes, default=0) if eqn.primitive.name == "unstack" else sum(sizes)  # rows, each as by a slice
+        size = max(sizes, default=0) if eqn.primitive.name == "unstack" else sum(sizes)  # each row counts like a slice
         for v in equations.variables(eqn.invars):
             if equations.size(v.aval) < 2 * size:
                 wanted[v] |= groups
@@ -96,12 +96,12 @@ def hold_loop_arguments(step: FlatStep) -> FlatStep:
 
 
 class Pinned(NamedTuple):
-    """A step whose equations are pinned, as far as their operands tell where these run.
+    """A step with equations that are pinned as far as their operands determine it.
 
     Attributes:
-      step: the step; control flow over several groups is cut by them.
+      step: the step; control flow over several groups is cut into one part for each.
       pins: per item, the groups that may run it; None for loops, and where any group would do.
-      held: the same by variable, and why.
+      held: the same by variable, with the reasons.
     """
 
     step: FlatStep
@@ -110,7 +110,7 @@ class Pinned(NamedTuple):
 
 
 def pin_by_operands(step: FlatStep) -> Pinned:
-    """Forward: the groups that hold each equation's operands."""
+    """Runs the forward pass: pins each equation to the groups that hold its operands."""
     arguments = dict(zip(step.invars, step.in_groups, strict=True))
     stages = None if step.loops else StageGroups.of(step.trace, arguments, len(step.everywhere))
     held = Pins(arguments, step.next_of, stages)
@@ -135,7 +135,7 @@ def pin_by_operands(step: FlatStep) -> Pinned:
 
 
 def _known_result_groups(step: FlatStep) -> dict[compat.Var, Groups]:
-    """The groups of results that the user or the place of an argument says."""
+    """Returns the groups of results that the user, or the place of an argument, determines."""
     found = {}
     for v, given, donor in zip(step.outvars, step.out_groups, step.donors, strict=True):
         groups = given if given is not None or donor is None else step.in_groups[donor]
@@ -148,23 +148,23 @@ def _known_result_groups(step: FlatStep) -> dict[compat.Var, Groups]:
 
 
 def place_by_demand(pinned: Pinned) -> Placed:
-    """Backward: the groups that want each result, hence those that run each equation and hold each argument."""
+    """Runs the backward pass: the groups that want each result, and so run each equation and hold each argument."""
     step, wish = pinned.step, [g or frozenset() for g in pinned.step.out_groups]
-    wish, _ = _agreed(pinned, wish, final=False)  # what has to be somewhere, first; then what may be anywhere
+    wish, _ = _agreed(pinned, wish, final=False)  # first values with a place; then values that may be anywhere
     wish, demand = _agreed(pinned, wish, final=True)
     outputs = [w or _somewhere(step, demand, v) for w, v in zip(wish, step.outvars, strict=True)]
     return Placed(step, tuple(demand.runs), tuple(demand.inputs), tuple(outputs), _committed(pinned))
 
 
 class _Demand(NamedTuple):
-    """Per item, the groups that run it (none: a loop, or nobody wants it yet); per input, the groups that hold it."""
+    """Per item, the groups that run it (none: a loop, or not wanted yet); per input, the groups that hold it."""
 
     runs: list[Groups]
     inputs: list[Groups]
 
 
 def _agreed(pinned: Pinned, wish: list[Groups], final: bool) -> tuple[list[Groups], _Demand]:
-    """Where results are wanted, when results and arguments that take each other's places agree.
+    """Finds the groups in which results are wanted, so that results and the arguments that they replace agree.
 
     A result's groups only grow, so the number of (result, group) pairs that are not wished for falls each time.
     """
@@ -182,7 +182,7 @@ def _agreed(pinned: Pinned, wish: list[Groups], final: bool) -> tuple[list[Group
 
 
 def _demand(pinned: Pinned, wish: Sequence[Groups], final: bool) -> _Demand:
-    """What runs where, and where arguments are, if results are wanted in the groups of `wish`."""
+    """Returns the groups of equations and of arguments, if results are wanted in the groups of `wish`."""
     step = pinned.step
     wanted: dict[compat.Var, set[int]] = defaultdict(set)
     for v, groups in zip(step.outvars, wish, strict=True):
@@ -205,7 +205,7 @@ def _demand(pinned: Pinned, wish: Sequence[Groups], final: bool) -> _Demand:
 
 
 def _where(eqn: compat.JaxprEqn, pin: Groups | None, here: Groups, grown: bool) -> Groups:
-    """The groups that run an equation whose results are wanted `here`."""
+    """Returns the groups that run an equation with results that are wanted `here`."""
     if compat.is_ordered(eqn):
         return frozenset([0])  # in one group they keep their order
     if pin is None:
@@ -220,7 +220,7 @@ def _where(eqn: compat.JaxprEqn, pin: Groups | None, here: Groups, grown: bool) 
 
 
 def _input_groups(pinned: Pinned, i: int, wanted: Groups, final: bool) -> Groups:
-    """The groups that hold an input."""
+    """Returns the groups that hold an input."""
     step = pinned.step
     if (given := step.in_groups[i]) is not None:
         return given
@@ -239,7 +239,7 @@ def _input_groups(pinned: Pinned, i: int, wanted: Groups, final: bool) -> Groups
 
 
 def _result_groups(step: FlatStep, inputs: Sequence[Groups], j: int) -> Groups:
-    """The groups that a result is wanted in, as far as its donor, the user's word or its shape tell."""
+    """Returns the groups in which a result is wanted, as far as its donor, a `place` or its shape determines them."""
     v, donor = step.outvars[j], step.donors[j]
     if donor is not None:
         return inputs[donor]
@@ -249,7 +249,7 @@ def _result_groups(step: FlatStep, inputs: Sequence[Groups], j: int) -> Groups:
 
 
 def _somewhere(step: FlatStep, demand: _Demand, v: compat.Var) -> Groups:
-    """Where a result is that nobody wants anywhere: where it is made."""
+    """Returns the groups of a result that no group wants: the groups that make it."""
     if v in step.invars:
         return demand.inputs[step.invars.index(v)]
     for item, runs in zip(step.items, demand.runs, strict=True):
@@ -263,7 +263,7 @@ def _somewhere(step: FlatStep, demand: _Demand, v: compat.Var) -> Groups:
 
 
 def _committed(pinned: Pinned) -> tuple[bool, ...]:
-    """Per result, whether something that is placed says where it is."""
+    """Returns, per result, whether a placed value determines where it is."""
     step = pinned.step
     return tuple(
         given is not None or (donor is not None and step.in_groups[donor] is not None) or v in pinned.held.firm

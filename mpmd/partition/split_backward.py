@@ -1,4 +1,4 @@
-"""Splits the backward of each stage into two halves, `I` and `W`, for schedules that order them apart, and `R`."""
+"""Splits the backward of each stage into halves `I` and `W`, for schedules that order them separately, and `R`."""
 
 import dataclasses
 from collections import defaultdict
@@ -13,15 +13,15 @@ from mpmd.partition.accumulators import Accumulator
 
 
 def split_backward(body: Body, accumulators: Sequence[Accumulator], ahead: bool) -> tuple[Body, list[Accumulator]]:
-    """Turns each `B` into `I`, what the previous stage's gradient needs, and `W`, the rest.
+    """Turns each `B` into `I`, the equations that the previous stage's gradient needs, and `W`, the rest.
 
-    An equation that feeds both, and every effect, runs once, in `I`; `W` reads what it made. So does what another
-    stage's backward reads in the loop: no weight half waits for one of another stage. An equation that holds others (a
-    checkpoint, a scan over layers) is divided into two (`halves.py`).
+    An equation that feeds both, and every effect, runs once, in `I`; `W` reads its results. Equations that another
+    stage's backward reads in the loop run in `I`, too, so that no weight half waits for another stage's. An equation
+    with inner equations (a checkpoint, a scan over layers) is divided into two (`halves.py`).
 
-    With `ahead`, what such an equation of `I` computes again of the forward, and what that reads of the backward, is
-    `R`: it needs no gradient of the next stage, so it need not wait for one. An equal equation of a stage that has no
-    `R` or no `I` is divided alike, so that its parts are programs that other stages have.
+    With `ahead`, the recomputation of the forward in such an equation of `I`, and the backward equations that it reads,
+    are `R`: they need no gradient of the next stage, and so need not wait for one. An equal equation of a stage without
+    `R` or without `I` is divided alike, so that its parts are programs that other stages have.
     """
     readers: dict[compat.Var, set[Place]] = defaultdict(set)
     for node in body.nodes:
@@ -35,7 +35,7 @@ def split_backward(body: Body, accumulators: Sequence[Accumulator], ahead: bool)
     once = (v for node in body.nodes if not node.per_microbatch for v in node.eqn.outvars)
     held = dict.fromkeys((*body.operands, body.index, *once), 0)  # it costs nothing that `W` reads these
     late = _needs_a_gradient(body) if ahead else set()
-    again: set[compat.Var] = set()  # what `R` reads
+    again: set[compat.Var] = set()  # inputs of `R`
     alike: dict[Hashable, _LateAndUrgent] = {}
     nodes: list[Node] = []
     for node in reversed(body.nodes):
@@ -81,7 +81,7 @@ def split_backward(body: Body, accumulators: Sequence[Accumulator], ahead: bool)
 
 
 class _LateAndUrgent(NamedTuple):
-    """How an equation was divided: the positions of its late operands, and of its urgent results."""
+    """The division of an equation: the positions of its late operands, and of its urgent results."""
 
     late: tuple[int, ...]
     urgent: tuple[int, ...]
@@ -94,16 +94,16 @@ class _LateAndUrgent(NamedTuple):
         )
 
     def waits(self, eqn: compat.JaxprEqn) -> set[compat.Var]:
-        """Of an equal equation, the late operands."""
+        """Returns the late operands of an equal equation."""
         return {eqn.invars[i] for i in self.late}
 
     def soon(self, eqn: compat.JaxprEqn) -> set[compat.Var]:
-        """Of an equal equation, the urgent results."""
+        """Returns the urgent results of an equal equation."""
         return {eqn.outvars[i] for i in self.urgent}
 
 
 def _divided_alike(node: Node, alike: Mapping[Hashable, _LateAndUrgent], costs: KeptBytes) -> list[Node]:
-    """A node of a stage without `I`, in the parts that an equal one has elsewhere; the last part first."""
+    """Divides a node of a stage without `I` into the parts that an equal node has elsewhere; the last part first."""
     if not (alike and node.place and node.place.kind == "W" and equations.works_hard(node.eqn)):
         return [node]
     known = alike.get(compat.equation_key(node.eqn))
@@ -116,7 +116,7 @@ def _divided_alike(node: Node, alike: Mapping[Hashable, _LateAndUrgent], costs: 
 
 
 def _needs_a_gradient(body: Body) -> set[compat.Var]:
-    """What depends on gradients that arrive from another stage, these, and what effects give."""
+    """Returns gradients that arrive from another stage, results of effects, and all values that depend on these."""
     late: set[compat.Var] = set()
     for node in body.nodes:
         if node.place and node.place.kind == "B":
@@ -128,7 +128,7 @@ def _needs_a_gradient(body: Body) -> set[compat.Var]:
 
 
 def _half(body: Body, acc: Accumulator) -> Place:
-    """The half of a backward in which a value is accumulated: where it is made, if that is in the same stage."""
+    """Returns the half of a backward that accumulates a value: the half that makes it, if it is in the same stage."""
     if acc.place.kind != "B":
         return acc.place
     source = body.source_in_loop(acc.value)

@@ -1,11 +1,11 @@
 """In a step without a loop: the stage in which each equation stands, by the marks, and the group of each stage.
 
-What depends on a mark stands in the stage in whose text it was written. What depends on none (parameters that are
-derived from others, masks, noise) stands in the first stage that reads it, wherever it was written. What is made of
-gradients and is no gradient (the optimizer) stands in no stage.
+An equation that depends on a mark stands in the stage in whose text it was written. An equation that depends on no
+mark (parameters that are derived from others, masks, noise) stands in the first stage that reads it, wherever it was
+written. An equation on gradients that makes no gradient (the optimizer) stands in no stage.
 
-A stage's group is that of its role; without one, the one that holds most of its weights; if nothing is placed yet,
-stages are dealt out evenly.
+A stage's group is its role's group; without a role, the group that holds most of its weights; if nothing is placed yet,
+stages are distributed evenly.
 """
 
 import dataclasses
@@ -20,19 +20,19 @@ from mpmd.tracing.trace import Trace
 
 Groups = frozenset[int]
 
-WEIGHT = 64  # a smaller array is worth sending: elements
+WEIGHT = 64  # elements; smaller arrays are worth sending
 
 
 @dataclasses.dataclass(frozen=True)
 class StageGroups:
-    """Which stage the equations of a step without a loop stand in, and the group of each stage.
+    """The stages of the equations in a step without a loop, and the group of each stage.
 
     Attributes:
       stage: per equation (by its results), the stage in which it stands.
-      arrivals: per equation, for operands that came through a mark, the stage that the last such mark begins.
-      with_weights: the equations (by their first results) that read weights of their stage, as they are or derived.
+      arrivals: per equation, for operands that passed a mark, the stage that the last such mark begins.
+      with_weights: the equations (by their first results) that read weights of their stage, directly or derived.
       groups: per stage, its group.
-      firm: per stage, whether its role or placed weights say so.
+      firm: per stage, whether its role or placed weights determine the group.
     """
 
     stage: dict[compat.Var, int]
@@ -66,21 +66,21 @@ class StageGroups:
         return cls(stage, arrivals, with_weights, [first if g is None else g for g in found], firm)
 
     def group(self, eqn: compat.JaxprEqn) -> int | None:
-        """The group of the stage in whose text an equation stands."""
+        """Returns the group of the stage in whose text an equation stands."""
         stage = self._stage(eqn)
         return None if stage is None else self.groups[stage]
 
     def is_firm(self, eqn: compat.JaxprEqn) -> bool:
-        """Whether placed weights say where the stage of an equation is."""
+        """Returns whether a role or placed weights determine the group of an equation's stage."""
         stage = self._stage(eqn)
         return stage is not None and self.firm[stage]
 
     def reads_weights(self, eqn: compat.JaxprEqn) -> bool:
-        """Whether an equation reads weights of its stage, as they are or derived."""
+        """Returns whether an equation reads weights of its stage, directly or derived."""
         return not self.with_weights.isdisjoint(eqn.outvars[:1])
 
     def arrived(self, eqn: compat.JaxprEqn) -> dict[compat.Var, int]:
-        """For operands that came through a mark, the group of the stage that it begins."""
+        """Returns, for operands that passed a mark, the group of the stage that the mark begins."""
         stages = self.arrivals.get(eqn.outvars[0], {}) if eqn.outvars else {}
         return {v: self.groups[stage] for v, stage in stages.items() if equations.size(v.aval) > 1}
 
@@ -93,10 +93,10 @@ class _Line:
     """An equation, with its operands as they were before marks.
 
     Attributes:
-      stage: the stage in which it stands; for a mark, the one that it ends.
-      arrived: for operands that came through a mark, the stage that the last such mark begins.
+      stage: the stage in which it stands; for a mark, the stage that it ends.
+      arrived: for operands that passed a mark, the stage that the last such mark begins.
       is_derived: whether it depends on no mark.
-      is_free: whether readers say where it stands: it is derived, or is made of gradients.
+      is_free: whether readers determine its stage: it is derived, or is made from gradients.
     """
 
     eqn: compat.JaxprEqn
@@ -108,7 +108,7 @@ class _Line:
 
 
 def _lines(eqns: Sequence[compat.JaxprEqn], num_stages: int) -> list[_Line]:
-    """Equations and forward marks, with the stages in whose text they are written."""
+    """Returns equations and forward marks, with the stages in whose text they are written."""
     alias: dict = {}
     arrived: dict[compat.Var, int] = {}
     forward: dict = defaultdict(list)
@@ -141,7 +141,7 @@ def _lines(eqns: Sequence[compat.JaxprEqn], num_stages: int) -> list[_Line]:
         elif kind == "backward" and forward[mark]:
             here = forward[mark].pop() if len(forward[mark]) > 1 else forward[mark][0]
             gradients.update(eqn.outvars)
-        stays = kind == "forward" and eqn.params["role"] is not None  # what a role gives is where the role is
+        stays = kind == "forward" and eqn.params["role"] is not None  # a role's results stay where the role is
         for new, old in zip(eqn.outvars, eqn.invars, strict=True):
             if not isinstance(old, compat.Literal):
                 alias[new] = alias.get(old, old)
@@ -151,7 +151,7 @@ def _lines(eqns: Sequence[compat.JaxprEqn], num_stages: int) -> list[_Line]:
 
 
 def _stand(lines: Sequence[_Line]) -> dict[compat.Var, int]:
-    """Puts what is free where it is read first. Returns for each variable the first stage whose end depends on it."""
+    """Puts free equations at their first reader. Returns, per variable, the first stage with an end that needs it."""
     readers: dict[compat.Var, int] = {}
     ends: dict[compat.Var, int] = {}
     for line in reversed(lines):
@@ -172,9 +172,10 @@ def _stand(lines: Sequence[_Line]) -> dict[compat.Var, int]:
 def _weights(
     lines: Sequence[_Line], arguments: Collection[compat.Var], ends: Mapping[compat.Var, int], num_stages: int
 ) -> tuple[list[set[compat.Var]], set[compat.Var]]:
-    """The arguments that each stage reads, as they are or derived, and the equations that read them.
+    """Returns the arguments that each stage reads, directly or derived, and the equations that read them.
 
-    A stage that reads large arguments is no reader of those from which it has small values (a norm of all weights).
+    A stage that reads large arguments does not count as a reader of others that it has small values of (a norm of all
+    weights).
     """
     large, readers = _met(lines, arguments, ends, WEIGHT)
     small, _ = _met(lines, arguments, ends, 1)
@@ -188,10 +189,10 @@ def _weights(
 def _met(
     lines: Sequence[_Line], arguments: Collection[compat.Var], ends: Mapping[compat.Var, int], least: int
 ) -> tuple[dict[compat.Var, set[int]], set[compat.Var]]:
-    """Per derived value, the stages that read it (or what is derived of it, of more than `least` elements) with what
-    came through marks, or end with it; and the equations that do so, by their first results.
+    """Returns, per derived value, the stages that combine it (or values of more than `least` elements that are derived
+    from it) with values that passed marks, or end with it; and the equations that do so, by their first results.
 
-    What an earlier stage made for its own end does not count in later stages (a skip connection).
+    A value that an earlier stage made for its own end does not count in later stages (a skip connection).
     """
     met: dict[compat.Var, set[int]] = defaultdict(set)
     derived = {v for line in lines if line.is_derived for v in line.eqn.outvars}.union(arguments)
@@ -218,7 +219,7 @@ def _met(
 
 
 def _home(weights: Collection[compat.Var], held: Mapping[compat.Var, Groups | None]) -> int | None:
-    """The group that holds most of a stage's weights, None if none does."""
+    """Returns the group that holds most of a stage's weights, None if there is none."""
     votes: dict[int, int] = defaultdict(int)
     for v in weights:
         if len(groups := held.get(v) or ()) == 1:
