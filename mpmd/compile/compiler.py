@@ -86,7 +86,7 @@ class Compiler:
         self._threads.close()
 
     def release(self) -> None:
-        """Releases what only loading on further devices needs."""
+        """Frees memory that is kept for loading on further devices: none are expected."""
         for distinct in self._distinct.values():
             distinct.release()
 
@@ -167,7 +167,7 @@ class Compiler:
 
         Args:
           takes, results: positions of the arguments of each half, and of the results of the whole. They count the
-            `num_args` arguments of the whole, then the results of the first half, then those of the second.
+            `num_args` arguments of the whole, then the results of the first half, then of the second.
         """
         mesh, programs = halves[0].mesh, [half.compiled for half in halves]
         closed = _joined(name, [p.program.closed for p in programs], takes, num_args, results)

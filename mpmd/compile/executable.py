@@ -234,7 +234,7 @@ class DistinctProgram:
         return compiled
 
     def release(self) -> None:
-        """Releases what only loading on further meshes needs: no other mesh is expected."""
+        """Frees memory that is kept for loading on further meshes: no other mesh is expected."""
         first = self._first
         if first is not None and first.done() and first.exception() is None and first.result() is not None:
             first.result().release()

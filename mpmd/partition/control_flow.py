@@ -133,7 +133,7 @@ def _cut_cond(eqn: compat.JaxprEqn, pins: Pins, donor_of: Donors) -> list[_Pinne
 
 
 def _result_groups(v: compat.Var, outs: Iterable[Atom], pins: Pins, donor_of: Donors) -> Groups | None:
-    """Returns the groups of a result of a `cond`: those of the state that it replaces, or of a branch's result."""
+    """Returns the groups of a result of a `cond`: the groups of the state that it replaces, or of a branch's result."""
     donor = donor_of.get(v)
     if donor is not None and pins.of[donor] is not None:
         return pins.of[donor]

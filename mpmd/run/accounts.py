@@ -1,9 +1,9 @@
 """Reports each call of a program to the ledger: when it began, how to tell that it is done, how its seconds divide.
 
-Each program measures at most one call in `_EVERY`; the shares of that call divide the seconds of the calls after it.
-A job that replaces slow processes measures more calls, since it finds these processes by the time their devices
-compute. A process measures only itself and compares no clocks. For a value from another process, it knows how long it
-waited but not how long the transfer took, so the whole wait counts as bubble.
+After its first calls, each program measures at most one call in `_EVERY`; its shares divide the seconds of the calls
+after it. A job that replaces slow processes measures more calls, since it finds these processes by the time their
+devices compute. A process measures only itself and compares no clocks. For a value from another process, it knows how
+long it waited but not how long the transfer took, so the whole wait counts as bubble.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ class Accounts:
         return Recorder(bindings.instructions, self._groups, jax.process_index(), made | self._outputs)
 
     def _has_room(self, bindings: Bindings) -> bool:
-        """Whether devices have had room for all values that a step receives: measuring keeps each until it arrives."""
+        """Returns whether devices had room for all values that a step receives: measuring keeps each until it comes."""
         moves = (b.crossing for b in bindings.instructions if b.code in (MOVE, RECV))
         nbytes = sum(crossing.nbytes for crossing in moves if crossing is not None)
         found = [stats for d in self._devices if (stats := d.memory_stats())]

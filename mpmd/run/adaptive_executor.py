@@ -30,7 +30,7 @@ _SHORT_S, _NUM_SHORT = 1e-3, 5
 
 
 def is_adaptive(loop: LoopProgram) -> bool:
-    """Whether the tasks of a loop may run out of turn."""
+    """Returns whether the tasks of a loop may run out of turn."""
     return isinstance(loop.loop.schedule, Adaptive)
 
 

@@ -66,7 +66,7 @@ class BoundCalls:
     def _task(
         self, group: int, program: LoopProgram, executable: Executable, tasks: tuple[Task, ...]
     ) -> BoundInstruction:
-        """Binds tasks that share an executable: the arguments (results) of the first task, then of the second."""
+        """Binds the tasks of one executable: the arguments (results) of the first task, then of the second."""
         reads: tuple[int, ...] = ()
         writes: tuple[int, ...] = ()
         donates: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Runs a step whose microbatches have several shapes: each instruction as the bucket of its microbatch does it.
+"""Runs a step with microbatches of several shapes: each instruction comes from the bucket of its microbatch.
 
 A *bucket* is the step for microbatches of one shape. All buckets run the same tasks and transfers in the same places of
 their programs; executables, sizes, and the values that stay in a group between two tasks may differ. Each instruction
@@ -118,7 +118,7 @@ class _Prepared(NamedTuple):
     Attributes:
       arguments: their names and types.
       number: the number of the order, the same in all processes.
-      kept: positions of the instructions among all instructions, which lists of the planned lengths run.
+      kept: positions of the instructions among all instructions of the plan.
     """
 
     bindings: Bindings

@@ -47,6 +47,6 @@ def _words_of(x: jax.Array) -> jax.Array:
 
 
 def _is_small(dtype: DTypeLike) -> bool:
-    """Whether a value takes less than a byte."""
+    """Returns whether a value takes less than a byte."""
     info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
     return info(dtype).bits < 8

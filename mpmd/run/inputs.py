@@ -170,7 +170,7 @@ class Inputs:
                 if isinstance(piece, jax.Array):
                     _check_movable(piece, where)
                 else:
-                    # A copy, since an array on CPU devices may share numpy's memory. It may replace an absent key.
+                    # A copy, since an array on CPU devices may share numpy's memory. `x` may stand for an absent key.
                     piece = np.array(piece, keys.data_dtype(aval.dtype))
                 if given is not None and not isinstance(x, MpmdArray):
                     given.append((i, piece))

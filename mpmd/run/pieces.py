@@ -1,6 +1,6 @@
 """Cuts an array into pieces: one for each part of a target shard that one source shard has.
 
-The plan depends only on the shardings, so that every process makes the same.
+The plan depends only on the shardings, so that every process makes the same plan.
 """
 
 import functools

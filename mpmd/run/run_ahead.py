@@ -21,7 +21,7 @@ from scheduler import Program, Value
 
 # From one report of the receiver to the next; a sender is at most three times as far ahead.
 _FEWEST, _MOST = 4, 256  # values
-_BYTES = 16 << 20  # of small values
+_BYTES = 16 << 20  # as many small values as fit into so many bytes
 
 
 class Tasks:

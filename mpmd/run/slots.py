@@ -56,7 +56,7 @@ class Slots:
         return [self._constants[slot][0] if slot in self._constants else known[slot] for slot in numbers]
 
     def has(self, group: int, value: Hashable) -> bool:
-        """Whether an instruction reads or writes a value."""
+        """Returns whether an instruction reads or writes a value."""
         return (group, value) in self._numbers
 
     @property

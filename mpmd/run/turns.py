@@ -37,7 +37,7 @@ class SumLine(NamedTuple):
     microbatches: tuple[int, ...]
 
     def kinds(self, turn_of: Sequence[int]) -> tuple[list[int], dict[int, list[int]]]:
-        """Returns the kind of each task and, by position of a task, the earlier microbatches with the next turns.
+        """Returns the kind of each task and, by position, the microbatches with the next turns that have run already.
 
         Args:
           turn_of: by microbatch, its number in the list; the call has no later microbatches.
