@@ -181,7 +181,7 @@ class Buckets:
         self._lock = threading.RLock()
 
     def fits(self, leaves: Sequence[ArrayLike]) -> bool:
-        """Returns whether it can be called with these arrays, the arguments other than microbatches."""
+        """Returns whether it can be called with these arrays, the arguments without the microbatches."""
         return self._step is None or self._step.fits_apart(leaves)
 
     def prepared(

@@ -198,8 +198,8 @@ def with_outline(programs: StepPrograms, outline: Outline) -> StepPrograms:
 
 
 def _segment_bodies(outline: Outline, mesh: MpmdMesh) -> dict[str, WithConstants]:
-    """Returns the program of each segment. Without a loop, segments are stages (or make their state), and may differ
-    only in constants. Outside a loop, they are parts of an optimizer with equal constants: a search would be in vain.
+    """Returns the program of each segment. In a step without a loop, segments are stages (or make their state), which
+    differ in constants. In a step with a loop, they are an optimizer's, with equal constants: no search is needed.
     """
     segments = [item for item in outline.items if isinstance(item, Segment)]
     closed = [compat.make_jaxpr(item.reads, item.writes, item.eqns, item.name) for item in segments]
