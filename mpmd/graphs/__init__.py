@@ -1,1 +1,1 @@
-"""From the equations of a jaxpr to graphs: their sizes, their shardings, what is forward and what is backward."""
+"""From the equations of a jaxpr to graphs: sizes, shardings, forward and backward equations."""

@@ -1,12 +1,12 @@
 """Along which axes an equation can be done piece by piece: a table by primitive.
 
-A *factor* of an equation is an axis of its result together with the axes of its operands that it comes from. Done on
-rows `a … b` of these operands, the equation gives the rows `a … b` of its result; operands that have no such axis are
-taken as they are. Where the result has no such axis either, it is the sum (maximum, …) of what the pieces give.
+A *factor* of an equation is an axis of its result together with the axes of its operands that it comes from. Applied to
+rows `a … b` of these operands, the equation computes rows `a … b` of its result; operands without such an axis are read
+whole. If the result has no such axis either, it is the sum (maximum, …) of the results of the pieces.
 
-For axes, the table is the only one: the cut of arrays (`cutting/spread.py`), the shardings inside of a group
-(`sharded_axes.py`) and the sums over its devices (`partition/local_sums.py`) all ask `factors`. Which primitives are
-linear is in `linearity.py`.
+This is the only table about axes: the cut of arrays (`cutting/spread.py`), the shardings inside a group
+(`sharded_axes.py`) and the sums over its devices (`partition/local_sums.py`) all call `factors`. `linearity.py` lists
+the linear primitives.
 """
 
 import math
@@ -29,7 +29,7 @@ class Factor(NamedTuple):
     Attributes:
       ins: per operand, the axis that is cut, or None.
       outs: per result, the axis that is cut, or None.
-      combine: what makes the result of those of the pieces, where no result is cut.
+      combine: combines the results of two pieces, where no result is cut.
     """
 
     ins: tuple[int | None, ...]
@@ -38,7 +38,7 @@ class Factor(NamedTuple):
 
 
 def factors(eqn: compat.JaxprEqn) -> list[Factor]:
-    """The factors of an equation; none where it has to be done as a whole."""
+    """Returns the factors of an equation; none if it has to be done as a whole."""
     rule = _RULES.get(eqn.primitive.name)
     if rule is None or eqn.effects:
         return []
@@ -46,13 +46,13 @@ def factors(eqn: compat.JaxprEqn) -> list[Factor]:
 
 
 def piece_params(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> Params:
-    """The parameters of an equation on a piece of so many rows."""
+    """Returns the parameters of an equation on a piece with this number of rows."""
     params = dict(eqn.params)
     for key in ("sharding", "out_sharding", "dst_sharding"):
         if isinstance(params.get(key), NamedSharding) and factor.outs[0] is not None:
             params[key] = _on_rows(params[key], factor.outs[0], rows)
     key, axis = _SIZES.get(eqn.primitive.name), factor.outs[0]
-    if eqn.primitive.name == "gather":  # a slice has all rows of the operand's piece, unless each is looked up alone
+    if eqn.primitive.name == "gather":  # the slice has all rows of the piece, unless each is a lookup of its own
         axis = factor.ins[0]
         key = None if axis in eqn.params["dimension_numbers"].operand_batching_dims else "slice_sizes"
     if key is not None and axis is not None:
@@ -60,7 +60,7 @@ def piece_params(eqn: compat.JaxprEqn, factor: Factor, rows: int) -> Params:
     return params
 
 
-# The parameter that is the shape of the result, or where it ends.
+# The parameter that holds the shape of the result, or its end.
 _SIZES = {
     "broadcast_in_dim": "shape",
     "reshape": "new_sizes",
@@ -71,7 +71,7 @@ _SIZES = {
 
 
 def _on_rows(sharding: NamedSharding, axis: int, rows: int) -> NamedSharding:
-    """A sharding that does not shard `axis` if its devices do not divide the rows."""
+    """Returns a sharding that leaves `axis` whole if its devices do not divide the rows."""
     entries = list(sharding.spec.partitions)
     if axis >= len(entries) or entries[axis] is None:
         return sharding
@@ -93,7 +93,7 @@ def _shapes(atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
 
 
 def _elementwise(eqn: compat.JaxprEqn) -> Factors:
-    """All of one shape, up to axes of length 1; scalars are taken as they are."""
+    """All operands have one shape, up to axes of length 1; scalars are read whole."""
     ins, outs = _shapes(eqn.invars), _shapes(eqn.outvars)
     if any(s and len(s) != len(outs[0]) for s in ins) or any(s != outs[0] for s in outs):
         return
@@ -103,7 +103,7 @@ def _elementwise(eqn: compat.JaxprEqn) -> Factors:
 
 
 def _along_other_axes(name: str) -> Rule:
-    """All operands and results have the same axes; those that the parameter `name` lists are done as a whole."""
+    """All operands and results have the same axes; the axes that the parameter `name` lists are never cut."""
 
     def rule(eqn: compat.JaxprEqn) -> Factors:
         own = eqn.params[name] if isinstance(eqn.params[name], (tuple, list)) else (eqn.params[name],)
@@ -128,16 +128,16 @@ def _leading(*, own: int) -> Rule:
 
 
 def _broadcast_in_dim(eqn: compat.JaxprEqn) -> Factors:
-    """All axes of the result; those along which the operand is repeated come from none of its axes."""
+    """All axes of the result. Where the operand is repeated along one, no axis of the operand corresponds to it."""
     x, out, axes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]
     for b, n in enumerate(out):
         a = axes.index(b) if b in axes else None
-        if len(eqn.invars) == 1:  # further operands are sizes that are computed (dynamic shapes)
+        if len(eqn.invars) == 1:  # further operands are computed sizes (dynamic shapes)
             yield Factor((a if a is not None and x[a] == n else None,), (b,))
 
 
 def _reshape(eqn: compat.JaxprEqn) -> Factors:
-    """The axes that stay: as long as before, with as many elements before them."""
+    """The axes that the reshape keeps: of the same length, with as many elements before them."""
     x, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     for a in range(len(x)):
         for b in range(len(out)):
@@ -152,19 +152,19 @@ def _transpose(eqn: compat.JaxprEqn) -> Factors:
 
 
 def _stack(eqn: compat.JaxprEqn) -> Factors:
-    """The axes of the operands: each is one before or behind the axis of the stack."""
+    """The axes of the operands; in the result, those behind the stacking axis move up by one."""
     for a in range(eqn.invars[0].aval.ndim):
         yield Factor((a,) * len(eqn.invars), (a + (a >= eqn.params["axis"]),))
 
 
 def _unstack(eqn: compat.JaxprEqn) -> Factors:
-    """The axes of the results, as those of a stack's operands."""
+    """The axes of the results, like those of the operands of a stack."""
     for a in range(eqn.outvars[0].aval.ndim):
         yield Factor((a + (a >= eqn.params["axis"]),), (a,) * len(eqn.outvars))
 
 
 def _reduce(combine: Combine | None, name: str = "axes") -> Rule:
-    """The axes that the parameter `name` lists go away: their elements are combined, if that can be done in parts."""
+    """The axes that the parameter `name` lists are reduced; they can be cut if partial results can be combined."""
 
     def rule(eqn: compat.JaxprEqn) -> Factors:
         axes = eqn.params[name]
@@ -178,7 +178,7 @@ def _reduce(combine: Combine | None, name: str = "axes") -> Rule:
 
 
 def _dot_general(eqn: compat.JaxprEqn) -> Factors:
-    """The axes of the result are the batch, then what is left of either operand; contracted axes are sums of parts."""
+    """The batch axes, then the free axes of either operand; along a contracted axis, partial products are summed."""
     (contract_x, contract_y), (batch_x, batch_y) = eqn.params["dimension_numbers"]
     x, y = (range(v.aval.ndim) for v in eqn.invars)
     axis = 0
@@ -198,8 +198,8 @@ def _dot_general(eqn: compat.JaxprEqn) -> Factors:
 
 
 def _convolution(eqn: compat.JaxprEqn) -> Factors:
-    """Rows of the batch, features that are made, and features that are read, which are summed; never positions, whose
-    windows overlap. Groups tie features to each other, so that these are done as a whole.
+    """The batch, the output features, and the input features, which are summed. Never the positions: their windows
+    overlap. Feature groups tie features to each other, so that features are then done as a whole.
     """
     numbers = eqn.params["dimension_numbers"]
     (rows, features), (made, read), out = numbers.lhs_spec[:2], numbers.rhs_spec[:2], numbers.out_spec
@@ -218,14 +218,14 @@ def _pad(eqn: compat.JaxprEqn) -> Factors:
 
 
 def _slice(eqn: compat.JaxprEqn) -> Factors:
-    """The axes of which it takes all; further operands say where it begins."""
+    """The axes that the slice takes whole; further operands are start indices."""
     for a, n in enumerate(eqn.outvars[0].aval.shape):
         if eqn.invars[0].aval.shape[a] == n:
             yield Factor((a, *[None] * (len(eqn.invars) - 1)), (a,))
 
 
 def _dynamic_update_slice(eqn: compat.JaxprEqn) -> Factors:
-    """The axes of which it writes all; the operands after the first two say where it begins."""
+    """The axes that the update covers; the operands after the first two are start indices."""
     x, update = _shapes(eqn.invars[:2])
     for a, n in enumerate(x):
         if update[a] == n:
@@ -233,10 +233,10 @@ def _dynamic_update_slice(eqn: compat.JaxprEqn) -> Factors:
 
 
 def _gather(eqn: compat.JaxprEqn) -> Factors:
-    """The axes of the indices, and those of the operand of which each lookup takes all.
+    """The axes of the indices, and the axes of the operand that each lookup takes whole.
 
-    The last axis of the indices is one lookup, and no axis of the result. A batching axis is one of both operands: each
-    of its rows is looked up in its own part of the first.
+    The last axis of the indices holds one lookup and is no axis of the result. A batching axis is one of both operands:
+    each of its rows is looked up in its own part of the first operand.
     """
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     x, indices = _shapes(eqn.invars)
@@ -254,7 +254,7 @@ def _gather(eqn: compat.JaxprEqn) -> Factors:
 
 
 def _attention(eqn: compat.JaxprEqn) -> Factors:
-    """cuDNN's: the rows of a batch. Operands that are not used are empty."""
+    """The batch axis of cuDNN's attention. Unused operands are empty."""
     ins, outs = _shapes(eqn.invars), _shapes(eqn.outvars)
     rows = ins[0][0]
     if all(s[0] in (0, rows) for s in (*ins, *outs)):
@@ -262,14 +262,14 @@ def _attention(eqn: compat.JaxprEqn) -> Factors:
 
 
 def _iota(eqn: compat.JaxprEqn) -> Factors:
-    """All axes but the one along which it counts."""
+    """All axes except the one along which it counts."""
     for b in range(len(eqn.params["shape"])):
         if b != eqn.params["dimension"]:
             yield Factor((), (b,))
 
 
 def _keys(eqn: compat.JaxprEqn) -> Factors:
-    """Each key for itself: the axes of the array of keys are the first ones of the result."""
+    """Each key is independent: the axes of the array of keys are the first axes of the result."""
     shape = eqn.invars[0].aval.shape
     rank = eqn.outvars[0].aval.ndim if eqn.primitive.name == "random_wrap" else len(shape)
     for a in range(rank):

@@ -11,7 +11,7 @@ from mpmd.graphs.marks import Marks
 
 
 def find_backward(body: Body, marks: Marks) -> set[Node]:
-    """The nodes of the backward pass: what comes from transposition, and what depends on it."""
+    """Returns the nodes of the backward pass: transposed equations, and everything that depends on them."""
     before_forward_marks = body.ancestors(v for n in marks.forward for v in n.eqn.invars)
     made: set[compat.Var] = set()
     found: set[Node] = set()
@@ -30,12 +30,12 @@ def find_backward(body: Body, marks: Marks) -> set[Node]:
 
 
 def backward_stages(body: Body, marks: Marks, backward: set[Node], forward: dict[Node, int]) -> dict[Node, int]:
-    """The stage of each backward equation. Equations without one float.
+    """Returns the stage of each backward equation. Equations without a stage float.
 
     JAX transposes a forward pass in reverse order. So a backward equation belongs between the forward equations that
-    its neighbours are known to transpose: backward marks their mark, others one that made or read what they read. If
-    these are of several stages, it belongs to the last of them that the gradients which it reads allow. Gradients from
-    roles in several groups are added where the sum is read: each is sent there, none waits for another.
+    its neighbours transpose: a backward mark transposes its mark, another equation one that made or read its inputs. If
+    equations of several stages stand there, it belongs to the last of these stages that its gradient inputs allow.
+    Gradients from roles in several groups are added where the sum is read: each is sent there, none waits for another.
 
     Args:
       backward: the nodes of the backward pass.
@@ -74,9 +74,9 @@ class _Span(NamedTuple):
 
 
 class _Text:
-    """Where forward equations stand, and which of them make and read a value.
+    """The positions of forward equations, and the stages that make and read each value.
 
-    What no microbatch changes is computed before the loop; its gradient belongs where it is read.
+    A value that is the same for all microbatches is computed before the loop; its gradient belongs where it is read.
     """
 
     def __init__(self, body: Body, marks: Marks, backward: set[Node], forward: dict[Node, int]):
@@ -102,7 +102,7 @@ class _Text:
             positions.reverse()
 
     def last_stage(self, node: Node, span: _Span, limit: int) -> int:
-        """The last stage up to `limit` with a forward equation in `span`; rather one that has what the node reads."""
+        """Returns the last stage up to `limit` with a forward equation in `span`, preferably one with the inputs."""
         found = None
         for stage in range(limit, -1, -1):
             if self._stands_in(stage, span):
@@ -112,14 +112,14 @@ class _Text:
         return limit if found is None else found
 
     def _stands_in(self, stage: int, span: _Span) -> bool:
-        """Whether a forward equation of `stage` stands in `span`."""
+        """Returns whether a forward equation of `stage` stands in `span`."""
         positions = self.of_stage[stage]
         at = bisect.bisect_left(positions, span.first)
         return at < len(positions) and positions[at] <= span.last
 
 
 def _spans(body: Body, marks: Marks, backward: set[Node], forward: dict[Node, int], text: _Text) -> dict[Node, _Span]:
-    """For each backward equation, where the forward equation stands that it transposes."""
+    """Maps each backward equation to the positions between which the forward equation stands that it transposes."""
     at = {n: p for p, n in enumerate(body.nodes)}
     position = [at[n] for n in marks.forward]
     spans: dict[Node, _Span] = {}
@@ -138,8 +138,8 @@ def _spans(body: Body, marks: Marks, backward: set[Node], forward: dict[Node, in
 
 
 def _passes(body: Body, backward: set[Node], forward: dict[Node, int]) -> list[tuple[int, list[Node]]]:
-    """Backward equations in the order of the text, cut where forward ones stand between them: each run, and where
-    it begins. A body may differentiate several times.
+    """Returns the runs of backward equations in program order, each with its start; forward equations separate them.
+    A body may differentiate several times.
     """
     passes: list[tuple[int, list[Node]]] = []
     is_open = False
@@ -155,7 +155,7 @@ def _passes(body: Body, backward: set[Node], forward: dict[Node, int]) -> list[t
 
 
 def _known_span(marks: Marks, node: Node, text: _Text, position: Sequence[int]) -> _Span | None:
-    """Where the transposed equation stands by the equation alone."""
+    """Returns the positions of the transposed equation, as far as the equation alone determines them."""
     if node in marks.number:
         at = position[marks.number[node]]
         return _Span(at, at)
@@ -164,9 +164,9 @@ def _known_span(marks: Marks, node: Node, text: _Text, position: Sequence[int]) 
 
 
 def _readers_of_sums(body: Body, marks: Marks, backward: set[Node], text: _Text) -> dict[Node, int]:
-    """For each sum of gradients, the last stage in which a reader of it has the forward values that it reads.
+    """Maps each sum of gradients to the last stage in which one of its readers has the forward values that it reads.
 
-    Such a sum transposes no equation: it stands where the last of its terms does, which says little of its stage.
+    A sum transposes no equation: it stands where its last term does, which hardly determines its stage.
     """
     found: dict[Node, int] = {}
     for node in reversed(body.nodes):
@@ -184,7 +184,7 @@ def _readers_of_sums(body: Body, marks: Marks, backward: set[Node], text: _Text)
 
 
 def _before_backward_marks(body: Body, marks: Marks, backward: set[Node]) -> dict[Node, int]:
-    """For each backward equation that a backward mark depends on, the stage that it must not come after."""
+    """Maps each backward equation that a backward mark depends on to the earliest stage in which it may run."""
     bound: dict[Node, int] = {}
     for node in reversed(body.nodes):
         stage = bound.get(node, -1)

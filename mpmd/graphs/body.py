@@ -24,14 +24,14 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """An equation, and what is known of it so far. Each node is a key of its own.
+    """An equation, and the results of the passes so far. Nodes are compared by identity.
 
     Attributes:
-      per_microbatch: whether it runs in the loop; else before it.
+      per_microbatch: whether it runs in the loop; otherwise it runs before the loop.
       backward: whether it belongs to the backward pass.
       place: where it runs; None while it floats.
       clonable: whether each reader may compute it again.
-      arrivals: for operands that came through a mark, the place that the (last) mark begins.
+      arrivals: the place that the last mark before an operand begins, for operands that came through marks.
     """
 
     eqn: compat.JaxprEqn
@@ -43,12 +43,12 @@ class Node:
 
     @functools.cached_property
     def inputs(self) -> list[compat.Var]:
-        """The variables that it reads."""
+        """The variables that the equation reads."""
         return [v for v in self.eqn.invars if not isinstance(v, compat.Literal)]
 
     @property
     def is_mark(self) -> bool:
-        """Whether a stage ends here, forward or backward."""
+        """Whether this is a stage end, forward or backward."""
         return self.eqn.primitive is mark_p
 
 
@@ -69,7 +69,7 @@ class Body:
 
     @classmethod
     def of(cls, eqn: compat.JaxprEqn) -> "Body":
-        """The body of a `treduce` equation, with fresh variables, on the operands of the step."""
+        """Returns the body of a `treduce` equation on the operands of the step, with fresh variables."""
         closed = eqn.params["jaxpr"]
         index = compat.Var(closed.jaxpr.invars[-1].aval)
         eqns, outs = equations_on(closed, [*eqn.invars, index])
@@ -80,26 +80,26 @@ class Body:
         return {v: n for n in self.nodes for v in n.eqn.outvars}
 
     def with_nodes(self, nodes: Iterable[Node]) -> "Body":
-        """The same body with other nodes."""
+        """Returns this body with other nodes."""
         return dataclasses.replace(self, nodes=tuple(nodes))
 
     def source(self, v: Atom) -> Node | None:
-        """The node that makes a variable; None for operands, the index and literals."""
+        """Returns the node that makes a variable; None for operands, the index and literals."""
         return None if isinstance(v, compat.Literal) else self._producer.get(v)
 
     def source_in_loop(self, v: Atom) -> Node | None:
-        """The node that makes a variable anew for each microbatch."""
+        """Returns the node that makes a variable anew for each microbatch, or None."""
         node = self.source(v)
         return node if node is not None and node.per_microbatch else None
 
     def reads_whole_operand(self, node: Node) -> bool:
-        """Whether an equation reads a large operand other than by taking this microbatch's slice of it."""
+        """Returns whether an equation reads a large operand other than by slicing out this microbatch."""
         if node.eqn.primitive.name == "dynamic_slice":
             return False
         return any(v in self.operands and equations.size(v.aval) > 64 for v in node.inputs)
 
     def ancestors(self, atoms: Iterable[Atom], among: Container[Node] | None = None) -> set[Node]:
-        """The nodes that `atoms` depend on; with `among`, through these alone."""
+        """Returns the nodes that `atoms` depend on; with `among`, only those reached through its nodes."""
         found: set[Node] = set()
         stack = [n for v in atoms if (n := self.source(v))]
         while stack:
@@ -110,7 +110,7 @@ class Body:
         return found
 
     def live(self, values: Iterable[Atom]) -> set[Node]:
-        """The nodes that `values` or effects depend on."""
+        """Returns the nodes that `values` or effects depend on."""
         effects = [n for n in self.nodes if n.eqn.effects]
         return self.ancestors([*values, *(v for n in effects for v in n.inputs)]).union(effects)
 
@@ -135,15 +135,15 @@ class Body:
 
 
 def hoist(body: Body, of_a_list: bool = False) -> Body:
-    """Marks what no microbatch changes as computed once, before the loop, where it becomes an operand.
+    """Marks loop-invariant equations to be computed once, before the loop; their results become operands.
 
     Cheap views and constants may be computed again inside the tasks that read them.
 
     Args:
       body: of a loop.
-      of_a_list: whether microbatches of other shapes run by the same plan. What is before the loop is the same for all
-        of them, and nobody knows what follows from a shape (masks, positions, the seed of a mean's gradient, a table
-        cut to length): each task computes what it reads.
+      of_a_list: whether microbatches of other shapes run by the same plan. Values from before the loop are the same for
+        all shapes, and nobody knows which values depend on a shape (masks, positions, the seed of a mean's gradient, a
+        table cut to length): each task computes its inputs.
     """
     moving = {body.index}
     rooted = set(body.operands)
@@ -163,7 +163,7 @@ def hoist(body: Body, of_a_list: bool = False) -> Body:
 
 
 def with_places(body: Body, backward: set[Node], forward: dict[Node, int], gradients: dict[Node, int]) -> Body:
-    """The body whose equations have their places: the stages of forward and of backward ones. What floats has none."""
+    """Returns the body with stages as places of its forward and backward equations. Floating ones have no place."""
     places = {n: Place(s, "F") for n, s in forward.items()} | {n: Place(s, "B") for n, s in gradients.items()}
     return body.with_nodes(
         dataclasses.replace(n, backward=n in backward, place=places.get(n)) if n in backward or n in places else n
@@ -172,6 +172,6 @@ def with_places(body: Body, backward: set[Node], forward: dict[Node, int], gradi
 
 
 def drop_unused(body: Body, values: Iterable[Atom]) -> Body:
-    """Drops equations of the loop that none of `values` and no effect needs."""
+    """Drops equations of the loop that neither `values` nor effects need."""
     live = body.live(values)
     return body.with_nodes(n for n in body.nodes if n in live or not n.per_microbatch)

@@ -1,10 +1,10 @@
 """Divides an equation that holds others into an urgent one and the rest: backwards of checkpoints, scans, branches.
 
-One equation gives all gradients of such a block. A schedule that splits the backward wants that of the block's input
-soon and those of its weights later. So an urgent equation computes what the urgent results need, and hands out besides
-what the rest reads of that: the fewest bytes (`kept.py`), and matrix products are never done twice. What such a block
-computes again of the forward is divided from it in the same way: it needs no gradient, so it can come before that one.
-Each kind of equation is a rule that opens it and closes it; what it holds is divided by the same functions again.
+One equation computes all gradients of such a block. A schedule that splits the backward needs the gradient of the
+block's input soon and those of its weights later. So the urgent equation computes the urgent results, and also returns
+values for the rest: the fewest bytes (`kept.py`) with which no matrix product is done twice. The recomputation of the
+forward in such a block is split off in the same way: it needs no gradient, so it can run before the gradient arrives.
+Each kind of equation has a rule that opens and closes it; the equations inside are divided by the same functions.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ _LAST_RESORT = 1 << 60  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class KeptBytes:
-    """Bytes that are held for the rest to read a value.
+    """Bytes that are held so that the rest can read a value.
 
     Attributes:
-      known: of some variables; another one costs what its type says, `times` over.
-      times: how often the equations that are divided run, in the loops around them.
-      scalars: whether a scalar can be held; a `shard_map` hands none out.
+      known: of some variables; any other variable costs the bytes of its type, `times` over.
+      times: how often the divided equations run, in the loops around them.
+      scalars: whether a scalar can be held; a `shard_map` cannot return one.
     """
 
     known: Mapping[compat.Var, int]
@@ -38,40 +38,40 @@ class KeptBytes:
     scalars: bool = True
 
     def of(self, atom: Atom) -> int:
-        """Of a variable; a literal costs nothing."""
+        """Returns the bytes of a variable; a literal costs nothing."""
         if isinstance(atom, compat.Literal):
             return 0
         nbytes = equations.nbytes(atom.aval) * self.times
         return self.known.get(atom, nbytes if self.scalars or atom.aval.shape else _LAST_RESORT)
 
     def inside(self, operands: Iterable[tuple[Atom, compat.Var]], times: int = 1, scalars: bool = True) -> "KeptBytes":
-        """Those of inner equations, of whose arguments each stands for an operand."""
+        """Returns the costs for inner equations; `operands` pairs each operand with the inner argument it becomes."""
         return KeptBytes({inner: self.of(outer) for outer, inner in operands}, self.times * times, scalars)
 
 
 class Halves(NamedTuple):
-    """An equation, divided. `rest` reads what it is given and results of `first`; it has no effects."""
+    """A divided equation. `rest` reads operands of the equation and results of `first`; it has no effects."""
 
     first: compat.JaxprEqn
     rest: compat.JaxprEqn
 
 
 def halves(eqn: compat.JaxprEqn, urgent: Collection[compat.Var], costs: KeptBytes) -> Halves | None:
-    """Divides an equation; None if its kind has no rule, or nothing heavy is left for the rest.
+    """Divides an equation; returns None if its kind has no rule, or nothing heavy is left for the rest.
 
     Args:
-      urgent: the urgent ones of its results; its effects are urgent too.
-      costs: of what it reads.
+      urgent: the urgent results; its effects are urgent too.
+      costs: of its operands.
     """
     return _ruled(eqn, _Urgent(urgent), costs)
 
 
 def recomputation(eqn: compat.JaxprEqn, late: Collection[compat.Var], costs: KeptBytes) -> Halves | None:
-    """Divides what needs none of the late operands from the rest; None if its kind has no rule, or that is not heavy.
+    """Splits off the part that needs no late operand; returns None if the kind has no rule, or that part is not heavy.
 
     Args:
-      late: those of its operands that are there last; its effects are in the rest.
-      costs: of what it reads.
+      late: the operands that arrive last; effects are in the rest.
+      costs: of its operands.
     """
     return _ruled(eqn, _Late(late), costs)
 
@@ -82,11 +82,11 @@ def _ruled(eqn: compat.JaxprEqn, cut: "_Urgent | _Late", costs: KeptBytes) -> Ha
 
 
 class _Divided(NamedTuple):
-    """Equations that come first, with all that they read, and the others.
+    """The equations that come first, with all that they read, and the others.
 
     Attributes:
-      needed: what the first ones read and give.
-      late: of `_Late`, all values that depend on what is late.
+      needed: the values that the first equations read and return.
+      late: for `_Late`, all values that depend on a late operand.
     """
 
     first: list[compat.JaxprEqn]
@@ -95,44 +95,44 @@ class _Divided(NamedTuple):
     late: Collection[Atom] = ()
 
     def makes_later(self, atom: Atom) -> bool:
-        """Whether the rest makes a value."""
+        """Returns whether the rest makes a value."""
         return not isinstance(atom, compat.Literal) and (atom in self.late or any(atom in e.outvars for e in self.rest))
 
 
 class _Urgent(NamedTuple):
-    """First comes what these results need."""
+    """The first equation computes these results."""
 
     results: Collection[compat.Var]
 
     def of_loop(self, loop: OpenLoop, costs: KeptBytes) -> tuple[list[bool], _Divided]:
-        """Which carries the first loop has, and its equations."""
+        """Returns which carries the first loop has, and how the equations are divided."""
         soon = [s.inner for s in loop.stacks if s.outer in self.results]
         carried = [c.last in self.results for c in loop.carry]
         while True:
             ends = [c.after for c, is_urgent in zip(loop.carry, carried, strict=True) if is_urgent]
             divided = _divided(loop.eqns, [*ends, *soon], costs)
             more = [is_urgent or c.before in divided.needed for c, is_urgent in zip(loop.carry, carried, strict=True)]
-            if more == carried:  # else another carry is urgent: there are only so many
+            if more == carried:  # else another carry is urgent; their number is finite
                 return carried, divided
             carried = more
 
     def of_call(self, eqn: compat.JaxprEqn, first: int, body: compat.Jaxpr, costs: KeptBytes) -> _Divided:
-        """The equations of a jaxpr that the equation runs on its operands from number `first` on."""
+        """Divides the equations of a jaxpr that the equation calls on its operands from number `first` on."""
         pairs = zip(eqn.outvars, body.outvars, strict=True)
         return _divided(body.eqns, [inner for outer, inner in pairs if outer in self.results], costs)
 
     def is_worth_it(self, first: Sequence[compat.JaxprEqn], rest: Sequence[compat.JaxprEqn]) -> bool:
-        """Whether two halves are better than one equation."""
+        """Returns whether two halves are better than one equation."""
         return any(map(equations.works_hard, rest))
 
 
 class _Late(NamedTuple):
-    """First comes what needs none of these operands."""
+    """The first equation computes everything that needs none of these operands."""
 
     operands: Collection[Atom]
 
     def of_loop(self, loop: OpenLoop, costs: KeptBytes) -> tuple[list[bool], _Divided]:
-        """As for `_Urgent`."""
+        """Does the same as `_Urgent.of_loop`."""
         late = {x.inner for x in (*loop.consts, *loop.rows) if self._is_late(x.outer)}
         carried = [not self._is_late(c.first) for c in loop.carry]
         while True:
@@ -141,19 +141,19 @@ class _Late(NamedTuple):
             fewer = [
                 is_early and not divided.makes_later(c.after) for c, is_early in zip(loop.carry, carried, strict=True)
             ]
-            if fewer == carried:  # else another carry is late: there are only so many
+            if fewer == carried:  # else another carry is late; their number is finite
                 return carried, divided
             carried = fewer
 
     def of_call(self, eqn: compat.JaxprEqn, first: int, body: compat.Jaxpr, costs: KeptBytes) -> _Divided:
-        """As for `_Urgent`."""
+        """Does the same as `_Urgent.of_call`."""
         if any(map(self._is_late, eqn.invars[:first])):
             return _Divided([], list(body.eqns), late={v for e in body.eqns for v in e.outvars}.union(body.invars))
         pairs = zip(eqn.invars[first:], body.invars, strict=True)
         return _divided_ahead(body.eqns, {inner for outer, inner in pairs if self._is_late(outer)}, costs)
 
     def is_worth_it(self, first: Sequence[compat.JaxprEqn], rest: Sequence[compat.JaxprEqn]) -> bool:
-        """As for `_Urgent`."""
+        """Does the same as `_Urgent.is_worth_it`."""
         return any(map(equations.works_hard, first))
 
     def _is_late(self, atom: Atom) -> bool:
@@ -161,7 +161,7 @@ class _Late(NamedTuple):
 
 
 def _divided_ahead(eqns: Sequence[compat.JaxprEqn], late: Collection[compat.Var], costs: KeptBytes) -> _Divided:
-    """What reads nothing late, and the rest."""
+    """Divides equations into those that depend on nothing late, and the rest."""
     late, first, rest = set(late), [], []
     for eqn in eqns:
         reads = late.intersection(equations.variables(eqn.invars))
@@ -195,11 +195,11 @@ def _divided(eqns: Sequence[compat.JaxprEqn], urgent: Iterable[Atom], costs: Kep
 def _rest(
     divided: _Divided, invars: Sequence[compat.Var], wanted: Sequence[Atom], costs: KeptBytes, own: Sequence[Atom] = ()
 ) -> tuple[list[compat.JaxprEqn], list[compat.Var]]:
-    """The equations that make `wanted` later, cheap ones again and then those of the rest; and what they read.
+    """Returns the equations that make `wanted` later, repeated cheap ones before those of the rest, and their inputs.
 
     Args:
-      invars: what the equations that are divided are given.
-      own: those that the rest has without anything being kept.
+      invars: the inputs of the divided equations.
+      own: values that the rest has without keeping anything.
     """
     eqns = equations.live_equations(divided.rest, wanted)
     reads = [v for v in equations.free_variables(eqns, wanted) if v not in own]
@@ -212,7 +212,7 @@ def _rest(
 
 
 def _scan(eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBytes) -> Halves | None:
-    """Two scans. The first one stacks what the second one reads; each carries what it needs to."""
+    """Makes two scans. The first one stacks values for the second one; each keeps only the carries that it needs."""
     loop = OpenLoop.of(eqn)
     inner = costs.inside(((x.outer, x.inner) for x in (*loop.consts, *loop.rows)), eqn.params["length"])
     carried, divided = cut.of_loop(loop, inner)
@@ -242,7 +242,7 @@ def _scan(eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBytes) -> Halve
 
 
 def _needed_carries(carry: Sequence[Carry], eqns: Sequence[compat.JaxprEqn], stacks: Sequence[Stack]) -> list[Carry]:
-    """Of what a loop carries, what its results need."""
+    """Returns the carries that the results of a loop need."""
     needed = [c for c in carry if not isinstance(c.last, compat.DropVar)]
     while True:
         wanted = [*(c.after for c in needed), *(s.inner for s in stacks)]
@@ -254,7 +254,7 @@ def _needed_carries(carry: Sequence[Carry], eqns: Sequence[compat.JaxprEqn], sta
 
 
 def _closed_scan(loop: OpenLoop) -> compat.JaxprEqn:
-    """The scan of these parts, without operands that it does not read."""
+    """Returns the scan of these parts, without unused operands."""
     read = set(equations.free_variables(equations.live_equations(loop.eqns, loop.outs), loop.outs))
     consts, rows = ([x for x in xs if x.inner in read] for xs in (loop.consts, loop.rows))
     eqn = dataclasses.replace(loop, consts=consts, rows=rows).closed()
@@ -268,8 +268,8 @@ class _Slot(NamedTuple):
     """A result of the urgent call that the rest reads.
 
     Attributes:
-      inner: what each body has there; not all have something.
-      is_new: whether the call gives it for the rest alone.
+      inner: the value in each body; not all bodies have one.
+      is_new: whether the call returns it only for the rest.
     """
 
     outer: compat.Var
@@ -278,7 +278,7 @@ class _Slot(NamedTuple):
 
 
 def _call(eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBytes) -> Halves | None:
-    """Two calls. The first one also gives what the second one reads."""
+    """Makes two calls. The first one also returns values for the second one."""
     is_mapped, first = eqn.primitive.name == "shard_map", _num_before(eqn)
     bodies, operands = [fresh_body(closed) for closed in _bodies(eqn)], eqn.invars[first:]
     scalars = costs.scalars and not is_mapped
@@ -298,14 +298,14 @@ def _call(eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBytes) -> Halve
     if not any(cut.is_worth_it(part.first, eqns) for part, (eqns, _) in zip(parts, rests, strict=True)):
         return None
     results = {bodies[0].outvars[i]: eqn.outvars[i] for i in soon if isinstance(bodies[0].outvars[i], compat.Var)}
-    known = results if len(bodies) == 1 and not is_mapped else {}  # what the first call gives anyway
+    known = results if len(bodies) == 1 and not is_mapped else {}  # results of the first call in any case
     kept = [[v for v in reads if v not in b.invars] for (_, reads), b in zip(rests, bodies, strict=True)]
     slots = _slots(eqn, kept, known)
     if slots is None:
         return None
     absent = [{s.outer: _zeros(eqn, s.outer.aval) for s in slots if j not in s.inner} for j in range(len(bodies))]
     if any(z.outs[0].aval != v.aval for zeros in absent for v, z in zeros.items()):
-        return None  # of a type that says over which devices of a `shard_map` it varies
+        return None  # its type says over which devices of a `shard_map` it varies
     firsts, seconds = [], []
     for j, (body, part, (late_eqns, _)) in enumerate(zip(bodies, parts, rests, strict=True)):
         zeros = absent[j]
@@ -323,7 +323,7 @@ def _slots(
     kept: Sequence[Sequence[compat.Var]],
     known: Mapping[compat.Var, compat.Var],
 ) -> list[_Slot] | None:
-    """Results for the values that each body hands out: one for several bodies, if types agree."""
+    """Returns results for the values that the bodies return; bodies share one where types agree."""
     slots: list[_Slot] = []
     for j, values in enumerate(kept):
         for v in values:
@@ -340,14 +340,14 @@ def _slots(
 
 
 def _zeros(eqn: compat.JaxprEqn, aval: compat.Aval) -> Equations:
-    """What a body hands out where only another one has a value."""
+    """Returns zeros for a body to return where only another body has a value."""
     with compat.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
         like = compat.abstract(aval, explicit_sharding(aval))
         return trace_equations(lambda: jax.lax.full_like(like, 0))
 
 
 class _Body(NamedTuple):
-    """Inner equations: on arguments of the jaxpr that they come from, and on further ones."""
+    """Inner equations on the arguments of their original jaxpr, and on further ones."""
 
     invars: Sequence[compat.Var]
     more: Sequence[compat.Var]
@@ -362,11 +362,11 @@ def _called(
     results: Sequence[int],
     further: Sequence[compat.Var],
 ) -> compat.JaxprEqn:
-    """The equation on other jaxprs.
+    """Returns the equation with other jaxprs.
 
     Args:
       operands: for the further arguments of the bodies.
-      results: which of its results these give; then come `further` ones.
+      results: the results of the equation that the bodies return first; `further` ones follow.
     """
     first = _num_before(eqn)
     bodies = [b._replace(eqns=equations.live_equations(b.eqns, b.outs)) for b in bodies]
@@ -387,7 +387,7 @@ def _called(
 
 
 def _those(values: object, positions: Sequence[int | None], default: object) -> object:
-    """Of a parameter with an entry for each operand or result, those at these positions."""
+    """Selects entries of a parameter that has one for each operand or result; `default` where the position is None."""
     if not isinstance(values, tuple):
         return values  # one for all
     return tuple(default if i is None else values[i] for i in positions)
@@ -399,8 +399,8 @@ def _params(
     ins: Sequence[int | None],
     outs: Sequence[int | None],
 ) -> dict[str, object]:
-    """The parameters that are others with other jaxprs. For each operand and each result, `ins` and `outs` have the
-    position that this had, None for what is new.
+    """Returns the parameters that change with the jaxprs. `ins` and `outs` have the old position of each operand and
+    each result, None for a new one.
     """
     old, name, jaxpr = eqn.params, eqn.primitive.name, jaxprs[0].jaxpr
     if name == "cond":
@@ -426,20 +426,20 @@ def _params(
 
 
 def _num_before(eqn: compat.JaxprEqn) -> int:
-    """How many operands come before those of the jaxprs: the index of a branch."""
+    """Returns the number of operands before those of the jaxprs: the index of a branch."""
     return int(eqn.primitive.name == "cond")
 
 
 def _bodies(eqn: compat.JaxprEqn) -> Sequence[compat.ClosedJaxpr]:
-    """The jaxprs that an equation runs (one of them) on its operands; none if it cannot be divided."""
+    """Returns the jaxprs of which an equation runs one on its operands; none if it cannot be divided."""
     if eqn.primitive.name == "cond":
         return () if eqn.effects else eqn.params["branches"]
     return [eqn.params["jaxpr"] if eqn.primitive is compat.jit_p else compat.ClosedJaxpr(eqn.params["jaxpr"], ())]
 
 
 def _handed_out(eqn: compat.JaxprEqn, aval: compat.Aval) -> compat.Aval | None:
-    """The type of the result in which an inner value is handed out; None if there is none. Those of the devices of a
-    `shard_map` stand along the first axis, which a scalar does not have.
+    """Returns the type of the result that carries an inner value out; None if there is none. The values of the devices
+    of a `shard_map` are concatenated along the first axis, which a scalar does not have.
     """
     if eqn.primitive.name != "shard_map":
         return aval

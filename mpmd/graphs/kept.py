@@ -1,6 +1,6 @@
-"""Chooses what is kept for equations that run later: the fewest bytes from which what they read can be made again.
+"""Chooses the values to keep for equations that run later: the fewest bytes from which their inputs can be made again.
 
-Cheap equations may be done again; what is heavy (matrix products, random numbers) is not.
+Cheap equations may be done again; heavy ones (matrix products, random numbers) may not.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -17,16 +17,16 @@ def fewest_bytes(
     wanted: Sequence[compat.Var],
     cost: Callable[[compat.Var], int],
 ) -> list[compat.Var]:
-    """The values from which the wanted ones can be made, with the fewest bytes: a minimum cut through the equations.
+    """Returns the values of fewest bytes from which the wanted ones can be made: a minimum cut through the equations.
 
     Args:
-      invars: what the equations are given.
-      eqns: all that is made before.
-      wanted: what is read later.
-      cost: bytes that have to be kept for a value to be read later.
+      invars: the inputs of the equations.
+      eqns: all equations that run before.
+      wanted: the values that are read later.
+      cost: the bytes that keeping a value takes.
     """
     values = [*invars, *(v for e in eqns for v in e.outvars)]
-    number = {v: 2 + 2 * i for i, v in enumerate(values)}  # its making; the next number is its being read
+    number = {v: 2 + 2 * i for i, v in enumerate(values)}  # made at this node, read at the next one
     costs = {v: cost(v) for v in values}
     infinite = sum(costs.values()) + 1
     source, sink = 0, 1
@@ -47,7 +47,7 @@ def fewest_bytes(
 def equations_between(
     eqns: Sequence[compat.JaxprEqn], kept: Collection[compat.Var], wanted: Collection[compat.Var]
 ) -> list[compat.JaxprEqn]:
-    """The equations that make the wanted values of those that are kept, in order."""
+    """Returns the equations that make the wanted values from the kept ones, in order."""
     have, needed, found = set(kept), set(wanted) - set(kept), []
     for eqn in reversed(eqns):
         if any(v in needed for v in eqn.outvars):

@@ -20,8 +20,8 @@ class Marks:
     Attributes:
       number: the boundary of each mark: forward, backward and tangent ones.
       forward: the forward ones, in the order of the text.
-      labels: per stage, the name that the mark at its end gives it, or None.
-      roles: per stage, its group, if stages are roles, which run where they are written; else None.
+      labels: the name of each stage, which the mark at its end sets, or None.
+      roles: the group of each stage, if stages are roles, which run where they are written; else None.
     """
 
     num_stages: int
@@ -76,11 +76,11 @@ def _check_marks_follow_no_gradient(body: Body, number: dict[Node, int]) -> None
 
 
 def check_marks_are_used(body: Body) -> Body:
-    """Drops what nothing needs; a forward mark among it is a mistake, unless the gradient alone is needed: of a role
-    such as the loss itself, or where what follows the mark is linear.
+    """Drops unused equations. An unused forward mark is an error, unless its gradient is used: a role such as the loss
+    itself, or a mark before a linear function.
 
     Raises:
-      StageError: nobody uses a mark, or it stands in a function with a custom derivative.
+      StageError: the result of a mark is unused, or the mark is in a function with a custom derivative.
     """
     marks = [n for n in body.nodes if n.is_mark and n.eqn.params["kind"] == "forward"]
     differentiated = {n.eqn.params["id"] for n in body.live(body.outvars) if n.is_mark}
@@ -88,7 +88,7 @@ def check_marks_are_used(body: Body) -> Body:
     live = body.live([*body.outvars, *(v for n in kept for v in n.eqn.outvars)])
     for node in marks:
         function, role = node.eqn.params["function"], node.eqn.params["role"]
-        if compat.called_from(node.eqn, "process_custom_vjp_call"):  # which may be why nobody uses its result
+        if compat.called_from(node.eqn, "process_custom_vjp_call"):  # this may be why its result is unused
             raise StageError(
                 f"{function} inside custom_vjp, at {compat.source_line(node.eqn)}: a stage cannot end"
                 " there.\n  Mark the stage end outside of the function with a custom derivative."
@@ -102,7 +102,7 @@ def check_marks_are_used(body: Body) -> Body:
 
 
 def forget_marks(body: Body) -> Body:
-    """Marks are identities: what crosses several of them untouched is one value."""
+    """Removes the marks, which are identities: a value that crosses several of them becomes one variable."""
     alias: dict[compat.Var, Atom] = {}
 
     def read(v: Atom) -> Atom:
@@ -123,7 +123,7 @@ def forget_marks(body: Body) -> Body:
 
 
 def _calls_of_a_model(forward: Sequence[Node], num_stages: int) -> list[str] | None:
-    """The lines that call the model, if it is called several times, each time with marks for all stages."""
+    """Returns the lines that call the model, if it is called several times, each time with marks for all stages."""
     levels = [list(level) for level in zip(*(compat.users_stack(n.eqn) for n in forward), strict=False)]
     outermost = next((k for k, level in enumerate(levels) if len(set(level)) > 1), len(levels))
     if outermost + 1 >= len(levels) or len({frame.split("(")[-1] for frame in levels[outermost + 1]}) > 1:

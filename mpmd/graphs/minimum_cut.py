@@ -1,4 +1,4 @@
-"""Finds the stages of equations that make the fewest bytes cross, by minimum cuts. Knows nothing of JAX.
+"""Finds the stages of equations for which the fewest bytes cross, by minimum cuts. Independent of JAX.
 
 Nodes are numbers, labels are stages, costs are integers.
 """
@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-    """`weight` for each label at which some of `readers` are and `producer` is not.
+    """`weight` for each label that one of `readers` has and `producer` does not have.
 
-    Without a producer, the first of these labels is free: what is read in one place alone costs nothing.
+    Without a producer, the first of these labels is free: a value that is read in one place only costs nothing.
     """
 
     weight: int
@@ -20,11 +20,11 @@ class Cost(NamedTuple):
 
 
 class Labelling(NamedTuple):
-    """Nodes that need a label each, from `low` to `high` of the node, and what a choice costs.
+    """Nodes that need a label each, from `low` to `high` of the node, and the costs of a choice.
 
     Attributes:
-      start: a first choice, which is feasible. Of equally cheap choices, the one that keeps most of it wins.
-      pairs: the label of the first node of a pair is at most that of the second.
+      start: a first choice, which is feasible. Among equally cheap choices, the one that keeps most of it wins.
+      pairs: pairs of nodes in which the label of the first is at most the label of the second.
     """
 
     low: Sequence[int]
@@ -35,7 +35,7 @@ class Labelling(NamedTuple):
 
 
 def cost_of(labels: Sequence[int | None], costs: Sequence[Cost]) -> int:
-    """What a choice of labels costs; nodes without a label are left out."""
+    """Returns the cost of a choice of labels; nodes without a label are left out."""
     total = 0
     for weight, producer, readers in costs:
         places = {labels[r] for r in readers} - {None}
@@ -45,15 +45,15 @@ def cost_of(labels: Sequence[int | None], costs: Sequence[Cost]) -> int:
 
 
 def cheapest_labels(problem: Labelling) -> list[int]:
-    """Labels that no move to one label makes cheaper (alpha-expansion); with two labels they are the cheapest of all.
+    """Returns labels that no move to one label makes cheaper (alpha-expansion); with two labels they are optimal.
 
-    A move takes any set of nodes to one label; the best one is a minimum cut. Each move that is made lowers the cost,
-    so the search ends.
+    A move takes any set of nodes to one label; the best move is a minimum cut. Each move lowers the cost, so the search
+    ends.
 
     Source: Boykov, Veksler, Zabih, "Fast approximate energy minimization via graph cuts", PAMI 2001.
     """
     labels = list(problem.start)
-    # Whatever the others choose, this much is paid for the nodes that have one label only.
+    # The part of the cost that nodes with one possible label cause, whatever the others choose.
     certain = [a if a == b else None for a, b in zip(problem.low, problem.high, strict=True)]
     for nodes, part in _independent_parts(problem):
 
@@ -77,9 +77,9 @@ def cheapest_labels(problem: Labelling) -> list[int]:
 
 
 def _independent_parts(problem: Labelling) -> Iterator[tuple[list[int], Labelling]]:
-    """The nodes with a choice, in sets that do not bear on each other; each with the pairs and the costs of its nodes.
+    """Yields independent sets of the nodes that have a choice, each with its pairs and costs.
 
-    Costs are scaled, so that a node which keeps its first label decides between choices that cost the same.
+    Costs are scaled, so that keeping a first label decides between choices of equal cost.
     """
     parent = list(range(len(problem.start)))
 
@@ -110,7 +110,7 @@ def _independent_parts(problem: Labelling) -> Iterator[tuple[list[int], Labellin
 
 
 def _expanded(problem: Labelling, nodes: Sequence[int], labels: Sequence[int], label: int) -> list[int]:
-    """The best of the choices in which each node keeps its label or takes `label`."""
+    """Returns the best of the choices in which each node keeps its label or takes `label`."""
     movable = [v for v in nodes if labels[v] != label and problem.low[v] <= label <= problem.high[v]]
     number = {v: i for i, v in enumerate(movable)}
     cut = _Move(number, labels, label)
@@ -175,13 +175,13 @@ class _Move:
 
 
 def minimum_cut(num_nodes: int, edges: Iterable[tuple[int, int, int]], source: int, sink: int) -> set[int]:
-    """The nodes on the side of the source in a minimum cut, of several the one with most of them (Dinic's algorithm).
+    """Returns the nodes on the source side of a minimum cut, the largest such set (Dinic's algorithm).
 
     Each round ends with a longer shortest path from the source to the sink, so there are fewer rounds than nodes.
 
     Args:
-      edges: of each, where it begins, where it ends, and its capacity.
-      source, sink: the nodes to be parted.
+      edges: triples of tail, head and capacity.
+      source, sink: the nodes to separate.
     """
     heads: list[int] = []
     room: list[int] = []
@@ -193,7 +193,7 @@ def minimum_cut(num_nodes: int, edges: Iterable[tuple[int, int, int]], source: i
         room += capacity, 0
     while True:
         distance = _distances(num_nodes, heads, room, out, source, sink)
-        if distance[source] < 0:  # what cannot reach the sink stays with the source
+        if distance[source] < 0:  # nodes that cannot reach the sink stay with the source
             return {v for v in range(num_nodes) if distance[v] < 0}
         _saturate(heads, room, out, distance, source, sink)
 
@@ -201,8 +201,8 @@ def minimum_cut(num_nodes: int, edges: Iterable[tuple[int, int, int]], source: i
 def _distances(
     num_nodes: int, heads: Sequence[int], room: Sequence[int], out: Sequence[Sequence[int]], source: int, sink: int
 ) -> list[int]:
-    """Edges with room from each node to the sink, at least, of the nodes that are no farther from it than the source;
-    -1 for the others.
+    """Returns the number of edges with room from each node to the sink, at least, for nodes no farther from it than the
+    source; -1 for the others.
     """
     distance = [-1] * num_nodes
     distance[sink] = 0
@@ -219,8 +219,8 @@ def _distances(
 def _saturate(
     heads: Sequence[int], room: list[int], out: Sequence[Sequence[int]], distance: Sequence[int], source: int, sink: int
 ) -> None:
-    """Sends flow along shortest paths until each has an edge without room."""
-    rest: dict[int, list[int]] = {source: list(out[source])}  # edges that have not been found useless
+    """Sends flow along shortest paths until each of them has an edge without room."""
+    rest: dict[int, list[int]] = {source: list(out[source])}  # edges not yet found useless
     path: list[int] = []
     v = source
     while True:
@@ -229,7 +229,7 @@ def _saturate(
             for e in path:
                 room[e] -= amount
                 room[e ^ 1] += amount
-            # Go on from the first edge without room; those before it are of use still.
+            # Continue from the first edge without room; the edges before it are still of use.
             del path[next(i for i, e in enumerate(path) if not room[e]) :]
             v = heads[path[-1]] if path else source
         edges = rest.get(v)

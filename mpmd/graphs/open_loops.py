@@ -1,6 +1,6 @@
-"""Loops of JAX (`scan` and `while`) with each of their parts by itself: opened, changed, and closed again.
+"""Opens loops of JAX (`scan` and `while`) into their parts, and closes them again after a change.
 
-How JAX orders the operands, results and parameters of such an equation is known here alone.
+Only this module knows how JAX orders the operands, results and parameters of such an equation.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ from mpmd.tracing.new_equations import Atom, Equations, equations_on
 
 
 class Operand(NamedTuple):
-    """What iterations read: a constant, or an array of which each reads one row."""
+    """An operand that iterations read: a constant, or an array of which each iteration reads one row."""
 
     outer: Atom
     inner: compat.Var
 
 
 class Carry(NamedTuple):
-    """What iterations hand on: ahead of the loop, at the begin and at the end of an iteration, after the loop."""
+    """A carry: before the loop, at the begin and at the end of an iteration, and after the loop."""
 
     first: Atom
     before: compat.Var
@@ -31,7 +31,7 @@ class Carry(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A value of each iteration, and the result in which all of them stand."""
+    """A value of each iteration, and the result in which the values are stacked."""
 
     inner: Atom
     outer: compat.Var
@@ -39,11 +39,11 @@ class Stack(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OpenLoop:
-    """A `scan` or `while`: what it reads, carries and stacks, and the equations of an iteration.
+    """A `scan` or `while`: its operands, carries and stacks, and the equations of an iteration.
 
     Attributes:
-      eqn: the loop as it was; it says what no part says (the length, the user's line).
-      test: of a `while`, the condition, on `test_consts` and the carries of the loop as it was.
+      eqn: the original loop, for what is not in a part (the length, the user's line).
+      test: the condition of a `while`, on `test_consts` and the carries of the original loop.
     """
 
     eqn: compat.JaxprEqn
@@ -57,7 +57,7 @@ class OpenLoop:
 
     @classmethod
     def of(cls, eqn: compat.JaxprEqn) -> "OpenLoop":
-        """An equation, opened; the variables of its iterations are new."""
+        """Opens an equation, with new variables for its iterations."""
         first, (n, m) = eqn.params.get("cond_nconsts", 0), compat.scan_sizes(eqn)
         body = fresh_body(eqn.params["jaxpr" if eqn.primitive.name == "scan" else "body_jaxpr"])
         operands = [Operand(*x) for x in zip(eqn.invars[first:], body.invars, strict=True)]
@@ -71,17 +71,17 @@ class OpenLoop:
 
     @property
     def outs(self) -> list[Atom]:
-        """What an iteration gives: carries, and what is stacked."""
+        """The results of an iteration: carries, and values to stack."""
         return [*(c.after for c in self.carry), *(s.inner for s in self.stacks)]
 
     @property
     def body(self) -> compat.Jaxpr:
-        """An iteration: of constants, carries and rows; it gives carries and what is stacked."""
+        """An iteration as a jaxpr, from constants, carries and rows to carries and values to stack."""
         ins = [*(x.inner for x in self.consts), *(c.before for c in self.carry), *(x.inner for x in self.rows)]
         return compat.make_jaxpr(ins, self.outs, live_equations(self.eqns, self.outs, (mark_p,)), "body").jaxpr
 
     def closed(self) -> compat.JaxprEqn:
-        """The equation of these parts."""
+        """Returns the equation of these parts."""
         operands = [*self.test_consts, *self.consts, *self.carry, *self.rows]
         params = compat.scan_params(self.eqn, _own(self.body), len(self.consts), len(self.carry))
         if self.test is not None:
@@ -96,8 +96,8 @@ def _own(jaxpr: compat.Jaxpr) -> compat.ClosedJaxpr:
 
 
 def fresh_body(closed: compat.ClosedJaxpr, last: Sequence[compat.Var] = ()) -> compat.Jaxpr:
-    """An inner jaxpr, flat, with variables of its own, but for those that it shall have for its last arguments; its
-    constants are literals.
+    """Returns an inner jaxpr, flat, with new variables, except that `last` are its last arguments; its constants are
+    literals.
     """
     own = closed.jaxpr.invars[: len(closed.jaxpr.invars) - len(last)]
     invars = [*(compat.Var(v.aval) for v in own), *last]
@@ -106,5 +106,5 @@ def fresh_body(closed: compat.ClosedJaxpr, last: Sequence[compat.Var] = ()) -> c
 
 
 def flat_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations:
-    """The equations of an inner jaxpr, flat, on these operands."""
+    """Returns the equations of an inner jaxpr, flat, on these operands."""
     return equations_on(compat.ClosedJaxpr(inline(closed.jaxpr, in_loop=True), closed.consts), atoms)

@@ -1,4 +1,4 @@
-"""The parameters of a loop as all passes read them: `cutting` knows its schedule, and where its stages end."""
+"""The parameters of a loop as all passes after `cutting` read them, with a known schedule and known stage ends."""
 
 import dataclasses
 
@@ -9,10 +9,10 @@ from scheduler.optimize.cuts import Cut
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ScheduledLoop(LoopInfo):
-    """The parameters of a loop, with a schedule in the place of its name.
+    """The parameters of a loop, with a schedule instead of its name.
 
     Attributes:
-      choice: what the chosen cuts and others cost; None where nothing was chosen.
+      choice: the chosen cuts and others, with their costs; None if nothing was chosen.
     """
 
     schedule: Schedule
@@ -20,5 +20,5 @@ class ScheduledLoop(LoopInfo):
 
     @classmethod
     def of(cls, info: LoopInfo, schedule: Schedule) -> "ScheduledLoop":
-        """The loop with this schedule."""
+        """Returns the loop with this schedule."""
         return cls(**{**vars(info), "schedule": schedule})

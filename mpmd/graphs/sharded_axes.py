@@ -1,6 +1,6 @@
 """Finds the mesh axes over which each axis of a value is sharded, as XLA will: from arguments, types and constraints.
 
-What is not found counts as not sharded. Nothing computed depends on it: only where sums over devices are done does.
+Values without a finding count as not sharded. The findings change no result, only where sums over devices are done.
 """
 
 import math
@@ -23,11 +23,11 @@ class ShardedAxes:
     """The mesh axes of each variable, filled equation by equation.
 
     Attributes:
-      sizes: of the mesh's axes with more than one device.
+      sizes: of the mesh axes with more than one device.
 
     Args:
       mesh: of a group; all groups have this shape.
-      known: what is known of variables from outside.
+      known: specs of variables that are known from outside.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, known: Mapping[compat.Var, PartitionSpec] | None = None):
@@ -38,7 +38,7 @@ class ShardedAxes:
             self._record(v, dims_of(spec, len(v.aval.shape)))
 
     def of(self, v: Atom) -> Dims:
-        """The mesh axes of each axis of a value."""
+        """Returns the mesh axes of each axis of a value."""
         ndim = len(getattr(v.aval, "shape", ()))
         found = ((),) * ndim if isinstance(v, compat.Literal) else self._found.get(v, ((),) * ndim)
         if (sharding := explicit_sharding(v.aval)) is None:
@@ -55,11 +55,11 @@ class ShardedAxes:
             self._record(v, self.of(other))
 
     def items(self) -> Iterable[tuple[compat.Var, Dims]]:
-        """All variables of which anything is recorded."""
+        """Returns all variables with a record, and their mesh axes."""
         return ((v, self.of(v)) for v in self._found)
 
     def nbytes(self, v: Atom) -> int:
-        """Bytes of a value on each device."""
+        """Returns the bytes of a value on each device."""
         return equations.nbytes(v.aval) // math.prod(self.sizes[n] for axes in self.of(v) for n in axes)
 
     def read(self, eqns: Iterable[compat.JaxprEqn]) -> "ShardedAxes":
@@ -72,8 +72,8 @@ class ShardedAxes:
         return self
 
     def read_both_ways(self, eqns: Sequence[compat.JaxprEqn], batches: Iterable[compat.Var]) -> None:
-        """As `read`, and slices of batches of which nothing is known are sharded like what is made of them: XLA gives
-        an argument without a sharding that of its readers.
+        """Follows the equations in order, then backwards. A slice of a batch without a known sharding is sharded like
+        the values computed from it: XLA shards an argument without a sharding like its readers.
         """
         self.read(eqns)
         slices = set(batches)
@@ -93,19 +93,19 @@ class ShardedAxes:
         self.read(eqns)
 
     def inside(self, jaxpr: compat.Jaxpr, ins: Sequence[Dims]) -> "ShardedAxes":
-        """The same for an inner jaxpr, whose operands are sharded like `ins`."""
+        """Returns the shardings inside an inner jaxpr with operands sharded like `ins`."""
         inner = ShardedAxes(self.mesh)
         for v, dims in zip(jaxpr.invars, ins, strict=True):
             inner._record(v, dims)
         return inner.read(jaxpr.eqns)
 
     def inside_scan(self, eqn: compat.JaxprEqn, body: compat.Jaxpr) -> "ShardedAxes":
-        """The same for the body of a `scan`, with what its carry becomes in the end."""
+        """Returns the shardings inside the body of a `scan`; a carry is sharded as it ends up after all iterations."""
         first, last = compat.scan_sizes(eqn)[0], sum(compat.scan_sizes(eqn))
         ins = [self.of(v) for v in eqn.invars]
         ins[last:] = [d[1:] for d in ins[last:]]
         inner = self.inside(body, ins)
-        for _ in range(sum(map(len, ins[first:last]))):  # each round finds one more axis of a carry, or is the last
+        for _ in range(sum(map(len, ins[first:last]))):  # each round but the last finds one more axis of a carry
             outs = [inner.of(v) for v in body.outvars[: last - first]]
             new = [
                 tuple(a or b for a, b in zip(*pair, strict=True)) for pair in zip(ins[first:last], outs, strict=True)
@@ -117,18 +117,18 @@ class ShardedAxes:
         return inner
 
     def within(self, eqn: compat.JaxprEqn) -> Iterator[tuple[compat.Jaxpr, "ShardedAxes"]]:
-        """The jaxprs in an equation, each with how its values are sharded."""
+        """Yields the jaxprs in an equation, each with the shardings of its values."""
         if eqn.primitive.name == "scan":
             body = inline(eqn.params["jaxpr"].jaxpr)
             yield body, self.inside_scan(eqn, body)
         elif (called := inner_jaxpr(eqn)) is not None:
             yield called, self.inside(called, [self.of(v) for v in eqn.invars])
-        else:  # the branches of `cond`, say; the body of `shard_map` is that of one device
+        else:  # branches of `cond`, say; the body of `shard_map` runs on one device
             for jaxpr in compat.jaxprs_in(eqn.params):
                 yield jaxpr, ShardedAxes(self.mesh).read(jaxpr.eqns)
 
     def _record(self, v: compat.Var, dims: Dims) -> None:
-        """Keeps the axes that divide the array, each once."""
+        """Records the mesh axes that divide the array, each once."""
         kept: list[Axes] = []
         seen: set[str] = set()
         for size, named in zip(v.aval.shape, dims, strict=True):
@@ -139,7 +139,7 @@ class ShardedAxes:
         self._found[v] = tuple(kept)
 
     def results(self, eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Sequence[Dims]:
-        """How the results of an equation are sharded, if its operands are sharded like `ins`."""
+        """Returns how the results of an equation are sharded if its operands are sharded like `ins`."""
         name = eqn.primitive.name
         if name == "scan":
             body = inline(eqn.params["jaxpr"].jaxpr)
@@ -158,7 +158,7 @@ class ShardedAxes:
 
 
 def inner_jaxpr(eqn: compat.JaxprEqn) -> compat.Jaxpr | None:
-    """The jaxpr, with calls inlined, that a call or a checkpoint runs on the same operands."""
+    """Returns the jaxpr, with calls inlined, that a call or a checkpoint runs on the same operands, or None."""
     if eqn.primitive.name == compat.CHECKPOINT:
         return inline(eqn.params["jaxpr"])
     called = compat.called_jaxpr(eqn)
@@ -166,7 +166,7 @@ def inner_jaxpr(eqn: compat.JaxprEqn) -> compat.Jaxpr | None:
 
 
 def dims_of(spec: PartitionSpec, ndim: int) -> Dims:
-    """A spec as axes of the mesh per axis of the array; what a constraint leaves open is not sharded."""
+    """Returns the mesh axes of a spec for each array axis; axes that a constraint leaves open are not sharded."""
     entries = [*spec.partitions, *[None] * (ndim - len(spec.partitions))]
     return tuple(
         tuple(e) if isinstance(e, (tuple, list)) else (e,) if isinstance(e, str) else () for e in entries[:ndim]
@@ -174,7 +174,7 @@ def dims_of(spec: PartitionSpec, ndim: int) -> Dims:
 
 
 def _by_factors(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> list[Dims]:
-    """How results are sharded by the factors of an equation; axes that these do not name, as operands of that size."""
+    """Shards results by the factors of an equation; axes without a factor like an operand axis of the same size."""
     rules, num_operands = factors(eqn), len(eqn.invars)
     moves = any(a is not None and b not in (a, None) for f in rules for a in f.ins for b in f.outs)
     found = []
@@ -190,7 +190,7 @@ def _by_factors(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> list[Dims]:
 
 
 def _kept(operands: Sequence[Atom], ins: Sequence[Dims], out: compat.Var) -> Dims:
-    """An axis keeps its sharding where an operand has as many axes and this one has the same size."""
+    """Shards an axis like the same axis of an operand with the same rank and the same size of this axis."""
     shape = out.aval.shape
     dims: list[Axes] = [()] * len(shape)
     for v, d in zip(operands, ins, strict=True):
@@ -201,11 +201,11 @@ def _kept(operands: Sequence[Atom], ins: Sequence[Dims], out: compat.Var) -> Dim
     return tuple(dims)
 
 
-# --- what is no factor: shardings that are asked for, axes that are merged ---------------------------
+# --- not by factors: shardings that are asked for, axes that are merged ----------------------------
 
 
 def _constraint(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
-    """What it says; axes that it leaves open, or that are Auto where it leads, stay as they are."""
+    """Applies the constraint; axes that it leaves open, or that are Auto in its mesh, stay as they are."""
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
     if not isinstance(sharding, NamedSharding):
         return ins[0]
@@ -218,9 +218,9 @@ def _constraint(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
 
 
 def _reshape(eqn: compat.JaxprEqn, ins: Sequence[Dims]) -> Dims:
-    """An axis keeps its sharding as the major part of what it is merged into or cut into."""
+    """Keeps the sharding of an axis as the major part of the axis that it is merged into or cut into."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    starts: dict[int, int] = {}  # elements before an axis: its first index with more than one element
+    starts: dict[int, int] = {}  # elements before an axis: the first such axis with more than one element
     count = 1
     for i, size in enumerate(new):
         if size > 1:
