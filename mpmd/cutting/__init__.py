@@ -1,1 +1,1 @@
-"""From a loop that may be cut in many places to one with the stages that its schedule asks for."""
+"""From a loop that may be cut in many places to a loop with the stages that its schedule asks for."""

@@ -1,7 +1,7 @@
-"""Enumerates the places of a loop's body where a stage may end, in the order of the text.
+"""Enumerates the places of a loop's body where a stage may end, in program order.
 
-A mark outside of a scan is one candidate. A scan whose body holds a mark, however deep, has as many as iterations: a
-stage may end behind each of them.
+A mark outside of a scan is one candidate. A scan with a mark in its body, however deep, has one candidate per
+iteration: a stage may end behind each of them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ class Marked:
     """An equation of the body behind which (or in which) stages may end.
 
     Attributes:
-      count: how many candidates it is: 1 for a mark, the number of iterations for a scan.
+      count: the number of candidates: 1 for a mark, the number of iterations for a scan.
       marks: the forward marks in it.
     """
 
@@ -40,7 +40,7 @@ class Candidates:
 
     @classmethod
     def of(cls, jaxpr: compat.Jaxpr) -> "Candidates":
-        """Those of a flat body. What belongs to a backward pass is not one of them."""
+        """Finds the candidates of a flat body. Marks of a backward pass are not among them."""
         found = []
         for eqn in jaxpr.eqns:
             if eqn.primitive is mark_p:
@@ -56,7 +56,7 @@ class Candidates:
 
     @functools.cached_property
     def are_optional(self) -> bool:
-        """Whether they are layer ends, of which stage ends are chosen, and not stage ends all of them."""
+        """Whether the candidates are layer ends, some of which become stage ends, rather than stage ends."""
         return any(mark.params["optional"] for m in self.marked for mark in m.marks)
 
     @property
@@ -65,10 +65,10 @@ class Candidates:
         return tuple(m for m in self.marked if m.is_scan)
 
     def check_are_of_one_kind(self) -> None:
-        """Stage ends and layer ends in one loop contradict each other.
+        """Checks that one loop does not mix stage ends and layer ends.
 
         Raises:
-          StageError: there are both; it names a line of each.
+          StageError: the loop has both; the error names a line of each.
         """
         kinds: dict[bool, compat.JaxprEqn] = {}
         for m in self.marked:
@@ -84,7 +84,7 @@ class Candidates:
             )
 
     def lines(self) -> str:
-        """The first of them as lines of a message."""
+        """Returns the first candidates as lines of a message."""
         lines = [f"\n    {compat.source_line(m.marks[0])}{f' ({m.count} iterations)' if m.is_scan else ''}"
                  for m in self.marked[:8]]  # fmt: skip
         more = len(self.marked) - 8
@@ -92,13 +92,13 @@ class Candidates:
 
 
 def marks_in(eqn: compat.JaxprEqn) -> Iterator[compat.JaxprEqn]:
-    """The marks in what an equation runs, however deep."""
+    """Returns the marks inside an equation, however deep."""
     return (e for e in compat.equations_inside(eqn) if e.primitive is mark_p)
 
 
 def marked_kind(eqn: compat.JaxprEqn) -> str | None:
-    """Whether a scan's body holds a mark: `forward`, `backward` (also beside a forward mark that is computed again) or
-    `tangent`; None if it holds none, or a forward one in a backward pass.
+    """Returns the kind of the marks in a scan's body: `forward`, `backward` (even if a forward mark is recomputed there
+    too) or `tangent`; None if there are none, or forward ones in a backward pass.
     """
     if eqn.primitive.name != "scan":
         return None

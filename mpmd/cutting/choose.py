@@ -1,4 +1,4 @@
-"""Chooses where the stages of a loop end, by what its units cost on the devices of the mesh."""
+"""Chooses where the stages of a loop end, by the costs of its units on the devices of the mesh."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from scheduler.optimize.cuts import Cut, choose_cut
 from scheduler.optimize.units import CutProblem, Units
 
 _ALIKE = 1.02
-"""Cuts whose simulated steps differ by less count as equally fast: costs are not known better."""
+"""Cuts count as equally fast if their simulated steps differ by less: the costs are not more exact."""
 
 
 def choose(
@@ -27,12 +27,12 @@ def choose(
     mesh: MpmdMesh,
     layouts: Mapping[compat.Var, Layout],
 ) -> Cut:
-    """The cut of a loop that takes least time, among those that fit the memory of the devices; the even one, if it is
-    about as fast.
+    """Returns the fastest cut of a loop among those that fit the memory of the devices; the even cut, if it is about as
+    fast.
 
     Args:
       eqn: a `treduce` equation of the step.
-      layouts: of arguments of the step, where they are known.
+      layouts: of the arguments of the step with a known layout.
     """
     machine = machine_for_cuts(mesh)
     units = unit_costs(trace, eqn, candidates, mesh, machine, layouts)
@@ -41,7 +41,7 @@ def choose(
 
 
 def _even_if_alike(cut: Cut) -> Cut:
-    """The even cut in the place of one that is hardly faster: each group then holds about the same."""
+    """Returns the even cut if the given one is hardly faster: each group then holds about the same."""
     if cut.layers == cut.even or cut.even_excess or cut.even_makespan > _ALIKE * cut.makespan:
         return cut
     return dataclasses.replace(
@@ -50,10 +50,10 @@ def _even_if_alike(cut: Cut) -> Cut:
 
 
 def one_cut(choices: Sequence[Cut], infos: Sequence[ScheduledLoop], mesh: MpmdMesh) -> list[Cut]:
-    """One cut for several loops: of those that are good for one of them, the one that takes least time in all.
+    """Returns one cut for several loops: among those that are good for one of them, the one with the least total time.
 
     Args:
-      choices: the cut of each loop for itself.
+      choices: the best cut of each loop alone.
     """
     if len({c.layers for c in choices}) == 1:
         return list(choices)
@@ -91,5 +91,5 @@ def one_cut(choices: Sequence[Cut], infos: Sequence[ScheduledLoop], mesh: MpmdMe
 
 
 def limits_of(units: Units, schedule: Schedule, limit: float | None) -> tuple[float, ...] | None:
-    """Bytes that each group may hold on a device. A backward task needs about as much beside it as one unit keeps."""
+    """Returns the bytes that each group may hold on a device. Backward tasks need one unit's activations besides."""
     return None if limit is None else (limit - max(units.activations),) * schedule.num_groups

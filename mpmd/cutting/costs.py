@@ -1,7 +1,7 @@
-"""What each unit of a loop's body costs, before anything is compiled: seconds by the roofline, bytes by types.
+"""The costs of each unit of a loop's body, before anything is compiled: seconds by the roofline, bytes by types.
 
-Operations are counted in the equations. What a layer holds follows from the arrays that its equations read: parameters
-with their gradients and their part of the optimizer's state, and the values that its backward reads of its forward.
+Operations are counted in the equations. The memory of a layer follows from the arrays that its equations read:
+parameters with their gradients and their part of the optimizer's state, and forward values that its backward reads.
 """
 
 import itertools
@@ -34,7 +34,7 @@ def unit_costs(
     machine: Machine,
     layouts: Mapping[compat.Var, Layout],
 ) -> Units:
-    """The costs of a loop, unit by unit; the arguments are those of `choose`."""
+    """Returns the costs of a loop, unit by unit; the arguments are those of `choose`."""
     placed = place_in_units(eqn, candidates)
     sizes = _Sizes(trace, eqn, placed.body, mesh, layouts)
     forward, input_grad, weight_grad = _seconds(placed, machine, mesh.groups[0].size)
@@ -51,7 +51,7 @@ def unit_costs(
 
 
 def _seconds(placed: PlacedBody, machine: Machine, num_devices: int) -> list[tuple[float, ...]]:
-    """Seconds of F, I and W of each unit."""
+    """Returns the seconds of F, I and W of each unit."""
     seconds = [[0.0] * placed.num_units for _ in range(3)]
     for node in placed.body.nodes:
         if node.place is None or not node.per_microbatch:
@@ -83,18 +83,18 @@ class _Sizes:
         self.nbytes = sharded.read([*before, *(node.eqn for node in body.nodes)]).nbytes
 
     def root(self, v: compat.Var) -> compat.Var:
-        """The argument of the step that `v` is a cast of, or `v` itself."""
+        """Returns the argument of the step that `v` is a cast of, or `v` itself."""
         return self._root.get(v, v)
 
 
 class _Parameters:
-    """What the units hold at all times: parameters, and what belongs to them."""
+    """The memory that units always hold: parameters, their gradients, and their part of the optimizer's state."""
 
     def __init__(self, placed: PlacedBody, sizes: _Sizes):
         self.placed, self.sizes = placed, sizes
         self.trains = any(n.place is not None and n.place.kind == "B" for n in placed.body.nodes)
         self.units: dict[compat.Var, set[int]] = defaultdict(set)
-        self.layers: dict[compat.Var, Span] = {}  # stacked ones: an equal part for each layer of a scan
+        self.layers: dict[compat.Var, Span] = {}  # stacked parameters: an equal part for each layer of a scan
         for node in placed.body.nodes:
             if node.place is not None and node.per_microbatch:
                 self._read(node, placed.spans[node.place.stage])
@@ -113,7 +113,7 @@ class _Parameters:
                 self.units[source].update(span.units)
 
     def _source(self, v: compat.Var) -> compat.Var | None:
-        """The operand that `v` is, or the part of one; None for what each microbatch makes anew."""
+        """Returns the operand that `v` is, or is a part of; None for values that each microbatch computes."""
         body = self.placed.body
         while (node := body.source(v)) is not None:
             if node.per_microbatch:
@@ -127,7 +127,7 @@ class _Parameters:
         return v if v in body.operands and equations.size(v.aval) > 1 else None
 
     def held(self) -> tuple[tuple[float, ...], tuple[tuple[float, tuple[int, ...]], ...]]:
-        """Bytes of each unit, and those that several units share."""
+        """Returns the bytes of each unit, and the bytes that several units share."""
         ratio = self._state_ratio()
         held = [0.0] * self.placed.num_units
         shared = []
@@ -144,8 +144,8 @@ class _Parameters:
         return tuple(held), tuple(shared)
 
     def traffic(self) -> tuple[list[float], list[float]]:
-        """Bytes that each unit reads and writes to add gradients to their sums, in every microbatch; and those of the
-        optimizer's update, once a step: it reads the sums, and reads and writes parameters and state.
+        """Returns the bytes that each unit reads and writes to accumulate gradients, in every microbatch, and in the
+        optimizer's update, once a step: the update reads the sums, and reads and writes parameters and state.
         """
         accumulated, once = ([0.0] * self.placed.num_units for _ in range(2))
         ratio = self._state_ratio() if self.trains else 0.0
@@ -156,7 +156,7 @@ class _Parameters:
             units = span.units if span else sorted(self.units[v])
             own, of_argument = self.sizes.nbytes(v), self.sizes.nbytes(self.sizes.root(v))
             for unit in units:
-                accumulated[unit] += 2 * own / (len(units) if span else 1)  # each reader has a sum of its own
+                accumulated[unit] += 2 * own / (len(units) if span else 1)  # each reader has its own sum
                 once[unit] += (own + 2 * of_argument * (1 + ratio)) / len(units)
         return accumulated, once
 
@@ -164,7 +164,7 @@ class _Parameters:
         return self.trains and jax.dtypes.issubdtype(v.aval.dtype, np.inexact)
 
     def _nbytes(self, v: compat.Var, ratio: float) -> float:
-        """A parameter, the argument that it is a cast of, its gradient, and its part of the state."""
+        """Returns the bytes of a parameter, the argument it is cast from, its gradient, and its part of the state."""
         own, root = self.sizes.nbytes(v), self.sizes.root(v)
         if not self._has_gradient(v):
             return own
@@ -172,7 +172,7 @@ class _Parameters:
         return of_argument * (1 + ratio) + own + (own if root is not v else 0.0)
 
     def _state_ratio(self) -> float:
-        """Bytes of state that no loop reads (the optimizer's), by bytes of parameters."""
+        """Returns the bytes of state that no loop reads (the optimizer's) per byte of parameters."""
         trace = self.sizes.trace
         args = trace.arguments
         state = {args[i] for i in match_state(trace) if i is not None}
@@ -183,7 +183,7 @@ class _Parameters:
 
 
 def _activations(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
-    """Bytes that each unit keeps of a microbatch for its backward."""
+    """Returns the bytes that each unit keeps of a microbatch for its backward."""
     body = placed.body
     found = [0.0] * placed.num_units
     kept: set[compat.Var] = set()
@@ -204,7 +204,7 @@ def _activations(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
 
 
 def _read(placed: PlacedBody, node: Node) -> Iterator[tuple[int, compat.Var, Node]]:
-    """Positions of operands that a microbatch makes, the values behind views (each reader makes these), their nodes."""
+    """Yields operands computed per microbatch: position, value behind views (readers repeat views), and its node."""
     for i, v in enumerate(node.eqn.invars):
         while (source := placed.body.source_in_loop(v)) is not None and equations.is_free_view(source.eqn):
             read = equations.variables(source.eqn.invars)
@@ -216,7 +216,7 @@ def _read(placed: PlacedBody, node: Node) -> Iterator[tuple[int, compat.Var, Nod
 
 
 def _crossing(placed: PlacedBody, sizes: _Sizes) -> tuple[float, ...]:
-    """Bytes that cross behind each unit in the forward pass, if a stage ends there."""
+    """Returns the bytes that cross behind each unit in the forward pass, if a stage ends there."""
     body = placed.body
     found = [0.0] * placed.num_units
     until: dict[compat.Var, int] = {}  # the last unit that reads a value of another span

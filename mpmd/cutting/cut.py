@@ -1,6 +1,6 @@
-"""Cuts the loops of a traced step: of the marks where a stage may end, those where one does remain as stage ends.
+"""Cuts the loops of a traced step: some of the marks where a stage may end become stage ends, the others vanish.
 
-What comes after sees stage ends only, as if the user had written `mark_stage_end` at these places.
+Later passes see only stage ends, as if the user had written `mark_stage_end` at these places.
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ from scheduler.schedules.graph import RULES
 
 
 def cut_trace(trace: Trace, mesh: MpmdMesh, in_layouts: Sequence[Layout | None]) -> Trace:
-    """The step, in whose loops all schedules are known and all marks are stage ends.
+    """Returns the step with a known schedule in each loop, and only stage ends as marks.
 
     Args:
-      in_layouts: per flat argument, its layout or None.
+      in_layouts: the layout of each flat argument, or None.
 
     Raises:
       StageError: the marks, the schedule and the cuts of a loop do not fit each other.
@@ -52,7 +52,7 @@ def cut_trace(trace: Trace, mesh: MpmdMesh, in_layouts: Sequence[Layout | None])
 
 
 def with_given_cuts(trace: Trace, cuts: tuple[int, ...]) -> Trace:
-    """The step, as if its loops had been written with these cuts."""
+    """Returns the step as if its loops had been written with these cuts."""
 
     def with_cuts(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
         return eqn.replace(params={**eqn.params, "info": dataclasses.replace(eqn.params["info"], cuts=cuts)})
@@ -61,7 +61,7 @@ def with_given_cuts(trace: Trace, cuts: tuple[int, ...]) -> Trace:
 
 
 def _with_schedule(eqn: compat.JaxprEqn, num_groups: int) -> compat.JaxprEqn:
-    """A loop whose schedule is known, and fits the places where its stages may end."""
+    """Returns a loop with a known schedule, which fits the places where its stages may end."""
     body: compat.ClosedJaxpr = eqn.params["jaxpr"]
     candidates = Candidates.of(body.jaxpr)
     candidates.check_are_of_one_kind()
@@ -79,9 +79,9 @@ def _with_schedule(eqn: compat.JaxprEqn, num_groups: int) -> compat.JaxprEqn:
 
 
 def _warn_of_rows(trace: Trace) -> None:
-    """Says where each row of a batch seems to have become a microbatch: there are many, for so few stages.
+    """Warns where the rows of a batch seem to have become microbatches: there are many for so few stages.
 
-    Who gives each microbatch its number knows what they are.
+    Microbatches that carry their numbers (an `iota`) were made on purpose: no warning.
     """
     numbers = {v for eqn in trace.jaxpr.eqns if eqn.primitive.name == "iota" for v in eqn.outvars}
     for eqn in trace.jaxpr.eqns:
@@ -101,7 +101,7 @@ def _warn_of_rows(trace: Trace) -> None:
 def _chosen_cuts(
     trace: Trace, mesh: MpmdMesh, layouts: Mapping[compat.Var, Layout]
 ) -> list[tuple[tuple[int, ...] | None, Cut | None]]:
-    """Per loop, its cuts (None where marks alone say where stages end), and what they cost if they were chosen.
+    """Returns the cuts of each loop (None if its marks are the stage ends), and their costs if they were chosen.
 
     Loops over the same layers have one cut: parameters and optimizer state are then in one group.
     """
@@ -129,8 +129,8 @@ def _chosen_cuts(
 
 
 def _have_the_same_layers(one: compat.JaxprEqn, other: compat.JaxprEqn) -> bool:
-    """Whether two loops have as many layers on the same groups, and most operands of one are like some of the other:
-    the same parameters, or those of a copy (a target network).
+    """Returns whether two loops have equally many layers on the same groups, and mostly operands of the same types:
+    the same parameters, or a copy of them (a target network).
     """
     if one is other:
         return True
@@ -147,7 +147,7 @@ def _have_the_same_layers(one: compat.JaxprEqn, other: compat.JaxprEqn) -> bool:
 
 
 def _cut_loop(eqn: compat.JaxprEqn, cuts: tuple[int, ...] | None, choice: Cut | None) -> compat.JaxprEqn:
-    """A loop whose only marks are stage ends."""
+    """Returns a loop with only stage ends as marks."""
     body: compat.ClosedJaxpr = eqn.params["jaxpr"]
     candidates = Candidates.of(body.jaxpr)
     info: ScheduledLoop = dataclasses.replace(eqn.params["info"], cuts=cuts, choice=choice)
@@ -176,12 +176,12 @@ def _cut_loop(eqn: compat.JaxprEqn, cuts: tuple[int, ...] | None, choice: Cut | 
 def _schedule_of(
     eqn: compat.JaxprEqn, given: Schedule | str | None, candidates: Candidates, num_groups: int
 ) -> Schedule:
-    """The schedule of a loop. One that is given by its name has as many stages as the cuts or the marks say.
+    """Returns the schedule of a loop. A schedule given by name has as many stages as the cuts or the marks imply.
 
-    Where marks leave the stage ends open, a group has one stage, or two if the schedule has several.
+    If the marks are layer ends, a group has one stage, or two if the schedule has several per group.
 
     Raises:
-      StageError: a schedule of that name does not fit the marks and the groups.
+      StageError: no schedule of that name fits the marks and the groups.
     """
     assert given is not None, "a loop without a schedule is a loop of `lax` by now"
     if isinstance(given, Adaptive):
@@ -201,11 +201,11 @@ def _schedule_of(
 
 
 def _schedule_of_roles(eqn: compat.JaxprEqn, given: Schedule | str, num_groups: int) -> Schedule:
-    """The schedule of a loop whose stages are in the groups of their roles. The graph of a `GraphSchedule` is found
+    """Returns the schedule of a loop with stages in the groups of their roles. The graph of a `GraphSchedule` is found
     when the loop is partitioned.
 
     Raises:
-      StageError: a schedule has its stages elsewhere, or cuts are given.
+      StageError: the schedule places stages elsewhere, or cuts are given.
     """
     where = f"treduce at {compat.source_line(eqn)}"
     if eqn.params["info"].cuts is not None:
@@ -245,7 +245,7 @@ def _check_candidates(eqn: compat.JaxprEqn, candidates: Candidates, schedule: Sc
 def _stage_ends(
     eqn: compat.JaxprEqn, candidates: Candidates, cuts: Sequence[int], schedule: Schedule
 ) -> tuple[int, ...]:
-    """The candidates at which stages end: those behind the last layer of each stage but the last one."""
+    """Returns the candidates at which stages end: behind the last layer of each stage except the last one."""
     where, found = f"treduce at {compat.source_line(eqn)}: cuts is {tuple(cuts)}", len(candidates)
     if len(cuts) != schedule.num_stages:
         raise StageError(

@@ -1,8 +1,8 @@
 """Cuts scans over layers that stand outside of the loops: prediction and generation with a scanned model.
 
-Stages end where the stacked weights change groups. If nothing is placed yet, each group gets as many layers as any
-other. In a step that has loops, marks outside of them say nothing. Nor do marks in a scan over the data, such as the
-user's own loop over microbatches.
+Stages end where the stacked weights change groups. If nothing is placed yet, the groups get equally many layers. In a
+step with loops, marks outside of them have no effect. Nor do marks in a scan over the data, such as the user's own loop
+over microbatches.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ from mpmd.users_frame import users_frame
 
 
 def cut_outside(trace: Trace, hints: Sequence[Hint], num_groups: int) -> Trace:
-    """The step, in which no scan outside of the loops holds a mark.
+    """Returns the step without marks in scans outside of the loops; these scans are cut.
 
     Args:
-      hints: per flat argument, where it is, as far as that is known.
+      hints: where each flat argument is, as far as that is known.
     """
     if not any(marked_kind(e) for e in trace.jaxpr.eqns):
         return trace
@@ -40,7 +40,7 @@ def cut_outside(trace: Trace, hints: Sequence[Hint], num_groups: int) -> Trace:
 
 
 def _without_marks_over_data(trace: Trace) -> Trace:
-    """The step without the marks of scans that do not go over layers; says so, where no loop of the step has others."""
+    """Returns the step without the marks of scans over data; warns about them if the step has no loop."""
     forward = [e for e in trace.jaxpr.eqns if marked_kind(e) == "forward"]
     over_layers = {m.params["id"] for e in forward if _marks_follow_carry(e) for m in marks_in(e)}
     eqns: list[compat.JaxprEqn] = []
@@ -61,7 +61,7 @@ def _without_marks_over_data(trace: Trace) -> Trace:
 
 
 def _marks_follow_carry(eqn: compat.JaxprEqn) -> bool:
-    """Whether a mark in the body of a scan depends on what one has given before: on the output of the layer before."""
+    """Returns whether a mark in the body of a scan depends on a mark of the iteration before: the layer before."""
     body = eqn.params["jaxpr"].jaxpr
     first, num_carries = compat.scan_sizes(eqn)
     marked = [e for e in body.eqns if e.primitive is mark_p or any(True for _ in marks_in(e))]
@@ -74,7 +74,7 @@ def _marks_follow_carry(eqn: compat.JaxprEqn) -> bool:
 
 
 def _computed_from(body: compat.Jaxpr, sources: Iterable[compat.Var]) -> set[compat.Var]:
-    """These variables, and those that depend on them."""
+    """Returns these variables and all that depend on them."""
     reached = set(sources)
     for e in body.eqns:
         if not reached.isdisjoint(equations.variables(e.invars)):
@@ -83,7 +83,7 @@ def _computed_from(body: compat.Jaxpr, sources: Iterable[compat.Var]) -> set[com
 
 
 def _placed(trace: Trace, scans: Sequence[compat.JaxprEqn], hints: Sequence[Hint]) -> list[tuple[int, ...]] | None:
-    """How many layers of each scan are in one group after the other; None if no scan's weights are placed."""
+    """Returns the layers of each scan in one group after the other; None if no scan's weights are placed."""
     found = [_groups_of_layers(trace, eqn, hints) for eqn in scans]
     if not any(found):
         return None
@@ -96,7 +96,7 @@ def _placed(trace: Trace, scans: Sequence[compat.JaxprEqn], hints: Sequence[Hint
 
 
 def _groups_of_layers(trace: Trace, eqn: compat.JaxprEqn, hints: Sequence[Hint]) -> list[tuple[int, int, int]]:
-    """The layers of a scan, as ranges in one group each: those of the first stacked argument that is split."""
+    """Returns the layers of a scan as ranges, each in one group, by the first stacked argument that is split."""
     spread = Spread()
     for x in eqn.invars[sum(compat.scan_sizes(eqn)) :]:
         spread.add(x, Rows(0, (0, eqn.params["length"])))
@@ -114,7 +114,7 @@ def _groups_of_layers(trace: Trace, eqn: compat.JaxprEqn, hints: Sequence[Hint])
 
 
 def _even_in_roles(trace: Trace, scans: Sequence[compat.JaxprEqn], num_groups: int) -> list[tuple[int, ...]]:
-    """The layers of each scan by group: those of a role are dealt out to its groups, all others to all groups."""
+    """Divides the layers of each scan evenly: the layers of a role over its groups, all others over all groups."""
     lengths: list[tuple[int, ...]] = []
     own: list[int] = []
     for eqn in trace.jaxpr.eqns:
@@ -128,7 +128,7 @@ def _even_in_roles(trace: Trace, scans: Sequence[compat.JaxprEqn], num_groups: i
 
 
 def _even(counts: Sequence[int], num_groups: int) -> Iterator[tuple[int, ...]]:
-    """The layers of each scan by group, if all layers are dealt out evenly."""
+    """Divides all layers evenly over the groups, and yields the numbers for each scan."""
     total, first = sum(counts), 0
     ends = [total * g // num_groups for g in range(1, num_groups)]
     for count in counts:

@@ -1,8 +1,8 @@
 """Rows: how an array is cut along one axis, and the two primitives that cut it and put it together again.
 
-`split_rows_p` makes pieces of an array, `join_rows_p` an array of its pieces. They stand in a step between the pass
-that makes them (`split_scans`) and the one that moves them to its arguments and results (`split_rows`). What is left of
-them is slices and concatenations.
+`split_rows_p` makes pieces of an array, `join_rows_p` an array from its pieces. The pass `split_scans` inserts them
+into a step, and the pass `split_rows` moves them to its arguments and results. Those that remain become slices and
+concatenations.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ class Rows:
         return tuple(itertools.pairwise(self.bounds))
 
     def on(self, axis: int) -> "Rows":
-        """The same cut of another axis."""
+        """Returns the same cut on another axis."""
         return Rows(axis, self.bounds)
 
     def reshaped(self, shape: Sequence[int], new: Sequence[int]) -> "Rows | None":
-        """The same cut after a reshape that merges the axis with those behind it, or divides it; None of any other."""
+        """Returns the cut after a reshape that merges its axis with those behind, or divides it; None after others."""
         row = math.prod(shape[self.axis + 1 :])
         for axis, size in enumerate(new):
             new_row = math.prod(new[axis + 1 :])
@@ -45,7 +45,7 @@ class Rows:
         return None
 
     def fits(self, aval: compat.Aval) -> bool:
-        """Whether an array of this type can be cut so."""
+        """Returns whether an array of this type can be cut like this."""
         shape = getattr(aval, "shape", ())
         return self.axis < len(shape) and shape[self.axis] == self.bounds[-1]
 
@@ -68,7 +68,7 @@ def cut(x: jax.Array, rows: Rows) -> list[jax.Array]:
 
 
 def pieces_of(x: jax.Array | np.ndarray, rows: Rows) -> Sequence[jax.Array | np.ndarray]:
-    """The pieces of an array, which are NumPy's if it is."""
+    """Returns the pieces of an array, which are NumPy arrays if it is one."""
     if not isinstance(x, np.ndarray):
         return cut(x, rows)
     return [x[(*[slice(None)] * rows.axis, slice(start, stop))] for start, stop in rows.ranges]
@@ -94,12 +94,12 @@ compat.mlir.register_lowering(join_rows_p, compat.mlir.lower_fun(_joined, multip
 
 
 def split_eqn(like: compat.JaxprEqn, x: Atom, rows: Rows) -> compat.JaxprEqn:
-    """The equation that cuts `x`; `like` says where in the user's code it belongs."""
+    """Returns the equation that cuts `x`, at the place of `like` in the user's code."""
     return _eqn(like, split_rows_p, [x], [compat.Var(a) for a in rows.avals(x.aval)], {"rows": rows})
 
 
 def join_eqn(like: compat.JaxprEqn, pieces: Sequence[Atom], rows: Rows, out: compat.Var) -> compat.JaxprEqn:
-    """The equation that makes `out` of its pieces."""
+    """Returns the equation that joins pieces to `out`."""
     return _eqn(like, join_rows_p, list(pieces), [out], {"rows": rows})
 
 
@@ -110,5 +110,5 @@ def _eqn(
 
 
 def plain(eqn: compat.JaxprEqn) -> Callable:
-    """What a left-over `split_rows` or `join_rows` computes, as a function."""
+    """Returns the function that a left-over `split_rows` or `join_rows` computes."""
     return functools.partial(_joined if eqn.primitive is join_rows_p else cut, rows=eqn.params["rows"])

@@ -1,7 +1,7 @@
-"""Puts each equation of a loop's body into the unit in which it stands: what is between two candidates.
+"""Puts each equation of a loop's body into its unit: the part of the body between two candidates.
 
-Unit k ends with candidate k. A scan over layers is one span of as many units as it has iterations; the equations before
-it belong to its first unit, those behind it to the unit of the next candidate.
+Unit k ends with candidate k. A scan over layers is one span with a unit for each iteration; the equations before it
+belong to its first unit, those behind it to the unit of the next candidate.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from mpmd.tracing.new_equations import Atom
 
 
 class Span(NamedTuple):
-    """Equations between two marks, or a scan over layers, and the units that they are."""
+    """Equations between two marks, or a scan over layers, and their units."""
 
     first: int
     num_units: int
@@ -28,21 +28,21 @@ class Span(NamedTuple):
 
     @property
     def units(self) -> range:
-        """Their numbers."""
+        """The numbers of the units."""
         return range(self.first, self.first + self.num_units)
 
     @property
     def last(self) -> int:
-        """The last of its units."""
+        """The last of the units."""
         return self.units[-1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlacedBody:
-    """The body of a loop, without its marks. The place of a node is the number of its span, `F` or `B`.
+    """The body of a loop, without its marks. The place of a node is the number of its span and `F` or `B`.
 
     Attributes:
-      input_grads: the backward nodes that an earlier span waits for.
+      input_grads: values of backward nodes that an earlier span waits for.
     """
 
     body: Body
@@ -51,12 +51,12 @@ class PlacedBody:
 
     @property
     def num_units(self) -> int:
-        """One more than candidates."""
+        """The number of candidates plus one."""
         return self.spans[-1].last + 1
 
 
 def place_in_units(eqn: compat.JaxprEqn, candidates: Candidates) -> PlacedBody:
-    """Places the equations of a `treduce` equation's body as if a stage ended at each candidate, by the text alone."""
+    """Places the equations of a `treduce` equation's body in program order, as if a stage ended at each candidate."""
     closed = eqn.params["jaxpr"]
     jaxpr, spans = _with_every_mark(closed.jaxpr, candidates)
     inner = compat.ClosedJaxpr(jaxpr, closed.consts)
@@ -81,7 +81,7 @@ def place_in_units(eqn: compat.JaxprEqn, candidates: Candidates) -> PlacedBody:
 
 
 def _with_every_mark(jaxpr: compat.Jaxpr, candidates: Candidates) -> tuple[compat.Jaxpr, list[Span]]:
-    """The body with a mark of its own for each candidate, and with marks before and behind each scan over layers."""
+    """Returns the body with a mark for each candidate, and with marks before and behind each scan over layers."""
     scans = {id(m.eqn): m for m in candidates.scans}
     own = [(MarkId(), MarkId()) for _ in candidates.scans]
     numbers = iter(boundaries([e.params for e in jaxpr.eqns if e.primitive is mark_p]))

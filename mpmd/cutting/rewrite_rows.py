@@ -1,6 +1,6 @@
-"""Writes a jaxpr anew on pieces of the arrays that are cut: each equation by its factor, or with its inner jaxprs.
+"""Rewrites a jaxpr on pieces of the arrays that are cut: each equation by its factor, or with its inner jaxprs.
 
-Which values are cut, and how, is found before (`spread`). What cannot be done by pieces reads the whole array (`Join`).
+`spread` has found which values are cut, and how. Equations that cannot work on pieces read the whole array, by a join.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class WholeStack:
 
     Attributes:
       aval: its type.
-      reader: the equation that needs it; None of a result.
+      reader: the equation that needs it; None for a result.
     """
 
     aval: compat.Aval
@@ -41,7 +41,7 @@ class WholeStack:
 
 
 class Rewriter:
-    """Writes a jaxpr anew, on pieces of the values that are cut."""
+    """Rewrites a jaxpr on pieces of the values that are cut."""
 
     def __init__(self, spread: Spread, joins: list[WholeStack] | None = None):
         self.joins: list[WholeStack] = [] if joins is None else joins
@@ -51,11 +51,11 @@ class Rewriter:
         self._whole: dict[compat.Var, Atom] = {}
         self._pieces: dict[tuple[compat.Var, Rows], list[Atom]] = {}
         self._readers: dict[compat.Var, compat.JaxprEqn | None] = {}  # of the joins
-        self._rows: dict[compat.Var, Rows] = {}  # how a value is cut that is not there as a whole
-        self._zeros: set[Atom] = set()  # pieces of nothing but zeros
+        self._rows: dict[compat.Var, Rows] = {}  # the cut of each value that exists in pieces
+        self._zeros: set[Atom] = set()  # pieces that hold only zeros
 
     def rewrite(self, jaxpr: compat.Jaxpr, in_rows: Cut, out_rows: Cut) -> compat.Jaxpr:
-        """The jaxpr on pieces: `in_rows` and `out_rows` say how its inputs and results are cut."""
+        """Returns the jaxpr on pieces, with inputs and results cut like `in_rows` and `out_rows`."""
         invars = [v for x, rows in zip(jaxpr.invars, in_rows, strict=True) for v in self._bind(x, rows)]
         for eqn in jaxpr.eqns:
             self._add(eqn)
@@ -68,7 +68,7 @@ class Rewriter:
     # --- values ---
 
     def _bind(self, v: compat.Var, rows: Rows | None) -> list[Atom]:
-        """New variables for a value (the old one, if it is whole)."""
+        """Returns new variables for a value (the old one, if it is whole)."""
         if rows is None:
             self._whole[v] = v
             return [v]
@@ -83,7 +83,7 @@ class Rewriter:
         self._pieces[v, rows] = list(pieces)
 
     def _read(self, eqn: compat.JaxprEqn, v: Atom, rows: Rows | None) -> list[Atom]:
-        """A value for the equation `eqn`: its pieces, or itself."""
+        """Returns a value for the equation `eqn` to read: its pieces, or itself."""
         return [self._read_whole(eqn, v)] if rows is None else self._read_pieces(eqn, v, rows)
 
     def _read_whole(self, eqn: compat.JaxprEqn, v: Atom) -> Atom:
@@ -108,7 +108,7 @@ class Rewriter:
     # --- equations ---
 
     def _add(self, eqn: compat.JaxprEqn) -> None:
-        """Writes one equation."""
+        """Rewrites one equation."""
         self._reader = eqn
         if eqn.primitive is split_rows_p:
             pieces = self._read_pieces(eqn, eqn.invars[0], eqn.params["rows"])
@@ -141,8 +141,8 @@ class Rewriter:
             self._eqns.append(eqn.replace(invars=invars))
 
     def _factor(self, eqn: compat.JaxprEqn) -> tuple[Factor, Rows] | None:
-        """The factor by which an equation is done, and its rows (on no particular axis): by an operand that is there in
-        pieces, or else by a result that is wanted so.
+        """Returns the factor by which an equation is cut, and the rows (on no particular axis): those of an operand in
+        pieces, or else of a result that is wanted in pieces.
         """
         if not any(self._spread.of(v) for v in (*eqn.invars, *eqn.outvars)):
             return None
@@ -158,7 +158,7 @@ class Rewriter:
         return None
 
     def _merged(self, eqn: compat.JaxprEqn) -> Rows | None:
-        """The rows of the operand of a reshape whose result is cut as the operand is, on an axis of another size."""
+        """Returns how the operand of a reshape is cut like its cut result, if the axis has another size; or None."""
         rows, shape = self._spread.of(eqn.outvars[0]), eqn.invars[0].aval.shape
         return None if rows is None else rows.reshaped(eqn.outvars[0].aval.shape, shape)
 
@@ -172,7 +172,7 @@ class Rewriter:
         self._set(out, out_rows, pieces)
 
     def _sliced(self, eqn: compat.JaxprEqn) -> Rows | None:
-        """The rows of the operand, if some of them are taken."""
+        """Returns the rows of the operand of a slice, if the slice can be taken from its pieces."""
         (v,), strides = eqn.invars, eqn.params.get("strides")
         rows = None if isinstance(v, compat.Literal) or v in self._whole else self._rows.get(v)
         if rows is None or not eqn.outvars[0].aval.shape[rows.axis]:  # none are taken
@@ -180,7 +180,7 @@ class Rewriter:
         return rows if strides is None or strides[rows.axis] == 1 else None
 
     def _slice(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
-        """Some of the rows: the parts of those pieces that have any."""
+        """Takes some of the rows: the parts of the pieces that have any of them."""
         (v,), (out,), axis = eqn.invars, eqn.outvars, rows.axis
         first, end = eqn.params["start_indices"][axis], eqn.params["limit_indices"][axis]
         parts, bounds = [], [0]
@@ -200,14 +200,14 @@ class Rewriter:
             self._set(out, Rows(axis, tuple(bounds)), parts)
 
     def _unstack(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
-        """Each row by itself, from the piece that has it."""
+        """Takes each row from the piece that has it."""
         for piece, (start, stop) in zip(self._pieces[eqn.invars[0], rows], rows.ranges, strict=True):
             outvars = eqn.outvars[start:stop]
             self._whole.update(zip(outvars, outvars, strict=True))
             self._eqns.append(eqn.replace(invars=[piece], outvars=outvars))
 
     def _stack(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
-        """Pieces, made of their rows."""
+        """Stacks the rows of each piece."""
         pieces = [compat.Var(a) for a in rows.avals(eqn.outvars[0].aval)]
         for piece, (start, stop) in zip(pieces, rows.ranges, strict=True):
             parts = [self._read_whole(eqn, v) for v in eqn.invars[start:stop]]
@@ -215,7 +215,7 @@ class Rewriter:
         self._set(eqn.outvars[0], rows, pieces)
 
     def _padded(self, eqn: compat.JaxprEqn) -> Rows | None:
-        """The rows of the result, if zeros are set around rows of the operand: the cotangent of a slice."""
+        """Returns the rows of the result, if only zeros are added around the operand: the cotangent of a slice."""
         rows, value = self._spread.of(eqn.outvars[0]), eqn.invars[1]
         if rows is None or not isinstance(value, compat.Literal) or value.val != 0:
             return None
@@ -223,7 +223,7 @@ class Rewriter:
         return rows if is_plain else None
 
     def _pad(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
-        """The pieces that have rows of the operand, and zeros for the others."""
+        """Pads the pieces that have rows of the operand, and makes the others of zeros."""
         v, axis, out = eqn.invars[0], rows.axis, eqn.outvars[0].aval
         first = eqn.params["padding_config"][axis][0]
         end, pieces = first + v.aval.shape[axis], []
@@ -251,7 +251,7 @@ class Rewriter:
         for k, (start, stop) in enumerate(rows.ranges):
             given = [x[k] for x in operands]
             if eqn.primitive.name == "add_any" and not self._zeros.isdisjoint(given):
-                # The gradient of each layer's slice has zeros in all other pieces: adding them would cost layers² sums.
+                # The gradient of a layer's slice is zero in all other pieces: adding these would cost layers² sums.
                 made.append([given[given[0] in self._zeros]])
                 continue
             outvars = [
@@ -275,23 +275,23 @@ class Rewriter:
     # --- equations with jaxprs inside ---
 
     def inside(self, jaxpr: compat.Jaxpr, in_rows: Cut, out_rows: Cut) -> compat.Jaxpr:
-        """The jaxpr of an equation, on pieces."""
+        """Returns the jaxpr of an equation, on pieces."""
         return Rewriter(self._spread, self.joins).rewrite(jaxpr, in_rows, out_rows)
 
     def on_pieces(self, eqn: compat.JaxprEqn, in_rows: Cut, out_rows: Cut, **params: object) -> None:
-        """Writes an equation with pieces of its operands and results, and other parameters."""
+        """Rewrites an equation with pieces of its operands and results, and other parameters."""
         invars = [x for v, r in zip(eqn.invars, in_rows, strict=True) for x in self._read(eqn, v, r)]
         outvars = [x for v, r in zip(eqn.outvars, out_rows, strict=True) for x in self._bind(v, r)]
         self._eqns.append(eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **params}))
 
     def of(self, atoms: Sequence[Atom]) -> list[Rows | None]:
-        """How atoms are cut."""
+        """Returns how atoms are cut."""
         return [self._spread.of(v) for v in atoms]
 
-    # --- what is left ---
+    # --- remaining cuts and joins ---
 
     def _plain(self, eqn: compat.JaxprEqn) -> list[compat.JaxprEqn]:
-        """A cut or a join that is still there as slices, or a concatenation."""
+        """Returns slices for a cut that remains, and a concatenation for a join; any other equation as it is."""
         if eqn.primitive is join_rows_p:
             (out,) = eqn.outvars
             self.joins.append(WholeStack(out.aval, self._readers.get(out)))
@@ -302,7 +302,7 @@ class Rewriter:
 
 
 def _padded(x: jax.Array, part: slice, axis: int, config: Sequence[tuple[int, int, int]]) -> jax.Array:
-    """Some rows of `x` with zeros around them."""
+    """Returns some rows of `x` with zeros around them."""
     if part != slice(0, x.shape[axis]):
         x = jax.lax.slice_in_dim(x, part.start, part.stop, axis=axis)
     return jax.lax.pad(x, jax.numpy.zeros((), x.dtype), config) if any(map(any, config)) else x

@@ -1,8 +1,8 @@
-"""Makes scans over layers keep less for their backward: what is cheap is computed again from what is kept anyway.
+"""Makes scans over layers keep less for their backward: cheap values are computed again from others that are kept.
 
-The gradient of a scan saves every value that its backward reads, of each layer, also such as `1 - y` beside `y`. A
-minimum cut through the body finds the fewest bytes from which the rest can be made: the equations behind the cut move
-into the backward scan. Parameters cost nothing there, matrix products and random numbers do not move.
+The gradient of a scan saves every value that its backward reads, of each layer, even `1 - y` next to `y`. A minimum
+cut through the body finds the fewest bytes from which the rest can be made: the equations behind the cut move into the
+backward scan. Parameters cost nothing there; matrix products and random numbers do not move.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from mpmd.tracing.new_equations import Atom, equations_on
 
 
 def keep_less(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
-    """The body of a loop, whose scans with marks keep fewer bytes for their backward.
+    """Returns the body of a loop, in which scans with marks keep fewer bytes for their backward.
 
     Args:
       body: differentiated and flat; the last argument is the number of the microbatch.
@@ -34,7 +34,7 @@ def keep_less(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
 
 
 def _fixed(jaxpr: compat.Jaxpr) -> set[compat.Var]:
-    """The values that are the same for each microbatch."""
+    """Returns the values that are the same for all microbatches."""
     found = {*jaxpr.constvars, *jaxpr.invars[:-1]}
     for eqn in jaxpr.eqns:
         if not eqn.effects and all(v in found for v in equations.variables(eqn.invars)):
@@ -43,8 +43,8 @@ def _fixed(jaxpr: compat.Jaxpr) -> set[compat.Var]:
 
 
 def _pairs(jaxpr: compat.Jaxpr) -> Iterator[tuple[compat.JaxprEqn, compat.JaxprEqn, dict[int, int]]]:
-    """Each scan over layers, the scan of its backward, and, of the stacked outputs that nothing but the backward reads,
-    their numbers, each with the row of the backward that it is.
+    """Yields each scan over layers with the scan of its backward, and with its residuals: the stacked outputs that only
+    the backward reads, by number, each with its number among the arrays that the backward scans over.
     """
     readers: dict[compat.Var, list[tuple[compat.JaxprEqn | None, int]]] = defaultdict(list)
     for eqn in jaxpr.eqns:
@@ -67,7 +67,7 @@ def _pairs(jaxpr: compat.Jaxpr) -> Iterator[tuple[compat.JaxprEqn, compat.JaxprE
 
 
 def _row(eqn: compat.JaxprEqn | None, operand: int) -> int | None:
-    """Which of the arrays over which an equation of the backward pass scans an operand is, if it is one."""
+    """Returns the number of an operand among the arrays that a backward scan goes over; None if it is not one."""
     if eqn is None or eqn.primitive.name != "scan" or not compat.is_transposed(eqn):
         return None
     row = operand - sum(compat.scan_sizes(eqn))
@@ -75,7 +75,7 @@ def _row(eqn: compat.JaxprEqn | None, operand: int) -> int | None:
 
 
 class _ScanPair:
-    """A pair of scans about to be rewritten."""
+    """A forward and a backward scan to be rewritten."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class _ScanPair:
         self.wanted = {j: v for j in residuals if not isinstance(v := stacks[j], compat.Literal)}
 
     def rewritten(self) -> tuple[compat.JaxprEqn, compat.JaxprEqn]:
-        """The two scans; as they were, if nothing less can be kept."""
+        """Returns the new scans, or the old ones if nothing less can be kept."""
         wanted = list(dict.fromkeys(self.wanted.values()))
         kept = fewest_bytes(self.loop.body.invars, self.loop.body.eqns, wanted, self._cost)
         if sum(map(self._cost, kept)) >= sum(map(self._cost, wanted)):
@@ -105,7 +105,7 @@ class _ScanPair:
         return forward.closed(), self._backward(kept, stacked, again)
 
     def _cost(self, v: compat.Var) -> int:
-        """Bytes that have to be kept of a microbatch for the backward to read the value."""
+        """Returns the bytes of a microbatch that must be kept so that the backward can read the value."""
         atom = self.operand.get(v)
         if atom is not None and (
             isinstance(atom, compat.Literal) or atom in self.fixed or any(atom is x for x in self.backward.invars)

@@ -1,4 +1,4 @@
-"""Finds stacked arrays whose layers are read by slices (`w[3]`, `for w in ws`), as they are or derived."""
+"""Finds stacked arrays whose layers are read by slices (`w[3]`, `for w in ws`), as they are or after a computation."""
 
 import collections
 import itertools
@@ -13,10 +13,10 @@ _Readers = dict[compat.Var, list[int]]
 
 
 def sliced_stacks(eqns: Sequence[compat.JaxprEqn]) -> Iterator[tuple[compat.Var, Rows]]:
-    """The operands of equations with marks (or what is made of them as a whole, scaled for instance) that are read by
-    slices alone, each row by one stage, and how to cut them.
+    """Yields operands of equations with marks (or values computed from whole operands) that are read only by slices,
+    each row in one stage, and how to cut them.
 
-    A slice belongs to the first stage in the text that computes with it. Rows that no stage reads go with those before.
+    A slice belongs to the first stage that computes with it. Rows that no stage reads go with the rows before them.
     """
     stages, readers = _stages(eqns), collections.defaultdict(list)
     if not stages or stages[-1] == 0:
@@ -33,7 +33,7 @@ def sliced_stacks(eqns: Sequence[compat.JaxprEqn]) -> Iterator[tuple[compat.Var,
 
 
 def _stages(eqns: Sequence[compat.JaxprEqn]) -> list[int]:
-    """For each equation the number of marks of the forward before it in the text."""
+    """Returns the number of forward marks before each equation."""
     found, stage = [], 0
     for eqn in eqns:
         found.append(stage)
@@ -42,7 +42,7 @@ def _stages(eqns: Sequence[compat.JaxprEqn]) -> list[int]:
 
 
 def _derived(eqns: Sequence[compat.JaxprEqn]) -> set[compat.Var]:
-    """What is made of whole operands (in other types, scaled, masked, multiplied), and of no microbatch's part."""
+    """Returns the values computed from whole operands alone (converted, scaled, masked), not from a part of them."""
     made, derived = {v for eqn in eqns for v in eqn.outvars}, set()
     for eqn in eqns:
         if eqn.primitive is mark_p or eqn.primitive.name in ("slice", "unstack", "dynamic_slice", "gather"):
@@ -60,7 +60,7 @@ def _rows(
     stages: Sequence[int],
     derived: set[compat.Var],
 ) -> Rows | None:
-    """How to cut an array of which each row is read by one stage; None if it is read otherwise."""
+    """Returns how to cut an array with each row read in one stage; None if it is read otherwise."""
     stages_of: dict[int, set[int]] = collections.defaultdict(set)
     axes = set()
     for i in readers.get(stack, ()):
@@ -84,7 +84,7 @@ def _rows(
 
 
 def _parts(eqn: compat.JaxprEqn) -> list[tuple[compat.Var, int, int, int]] | None:
-    """The results of an equation that takes some rows of its operand, with the axis and these rows."""
+    """Returns the results of an equation that takes some rows of its operand, with the axis and these rows."""
     shape = eqn.invars[0].aval.shape
     if eqn.primitive.name == "unstack":
         return [(v, eqn.params["axis"], i, i + 1) for i, v in enumerate(eqn.outvars)]
@@ -96,7 +96,7 @@ def _parts(eqn: compat.JaxprEqn) -> list[tuple[compat.Var, int, int, int]] | Non
 
 
 def _first_use(v: compat.Var, eqns: Sequence[compat.JaxprEqn], readers: _Readers, stages: Sequence[int]) -> int | None:
-    """The first stage that computes with a value, None if none does."""
+    """Returns the first stage that computes with a value, None if none does."""
     uses, found = list(readers.get(v, ())), []
     while uses:
         i = uses.pop()

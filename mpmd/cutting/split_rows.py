@@ -1,8 +1,8 @@
 """Cuts the stacked arrays of a step where its scans are cut: parameters, gradients, optimizer state, caches.
 
-`split_scans` leaves a step whose loops slice their stacked operands and join their stacked results. This pass takes the
-slices back to the arguments and the joins on to the results: every equation on the way is done piece by piece (which
-ones: `spread`; how: `rewrite_rows`). What cannot be done so reads the whole array, and is listed (`SplitStep.joins`).
+`split_scans` returns a step in which loops slice their stacked operands and join their stacked results. This pass moves
+the slices to the arguments and the joins to the results: every equation on the way is done piece by piece (which ones:
+`spread`; how: `rewrite_rows`). Other equations read the whole array, and are listed (`SplitStep.joins`).
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ class SplitStep:
 
     Attributes:
       whole: the user's step.
-      trace: the step; each piece is an argument (a result) of its own, in a tuple where the array was.
-      ins, outs: per argument and result of the user's step, how it is cut; None for whole ones.
+      trace: the step on pieces; each piece is an argument (a result), in a tuple that replaces the array.
+      ins, outs: the cut of each argument and result of the user's step; None for whole ones.
       joins: the stacked values that are needed as a whole.
     """
 
@@ -43,21 +43,21 @@ class SplitStep:
 
     @functools.cached_property
     def in_positions(self) -> tuple[range, ...]:
-        """Per argument, which arguments of `trace` are its pieces."""
+        """The positions of each argument's pieces among the arguments of `trace`."""
         return _positions(self.ins)
 
     @functools.cached_property
     def out_positions(self) -> tuple[range, ...]:
-        """Per result, which results of `trace` are its pieces."""
+        """The positions of each result's pieces among the results of `trace`."""
         return _positions(self.outs)
 
     def pieces_of(self, arguments: Iterable[int]) -> frozenset[int]:
-        """The arguments of `trace` that are pieces of some arguments."""
+        """Returns the positions in `trace` of the pieces of some arguments."""
         return frozenset(k for i in arguments for k in self.in_positions[i])
 
     @functools.cached_property
     def stacks(self) -> list[list[compat.Var]]:
-        """The pieces of each array that is cut, as variables of `trace`."""
+        """The pieces of each cut array, as variables of `trace`."""
         ins, outs = self.trace.arguments, self.trace.jaxpr.outvars
         found = [[ins[k] for k in ks] for ks in self.in_positions] + [
             [outs[k] for k in ks] for ks in self.out_positions
@@ -71,10 +71,10 @@ def split_rows(
     """Cuts the stacked arrays of a step.
 
     Args:
-      trace: the step, with scans that are cut (`split_scans`).
-      in_rows, out_rows: per argument and result, how it shall be cut, where the user says it.
-      whole_results: per result, whether the user wants it whole.
-      has_whole_arguments: no argument is cut, though it is a result that is.
+      trace: the step, with cut scans (`split_scans`).
+      in_rows, out_rows: how the user asks for each argument and result to be cut, or None.
+      whole_results: whether the user wants each result whole.
+      has_whole_arguments: whether arguments stay whole, even if the results that replace them are cut.
     """
     jaxpr, arguments = trace.jaxpr, trace.arguments
     ins, outs = (None,) * len(in_rows), (None,) * len(out_rows)
@@ -128,13 +128,13 @@ def _has_pieces(jaxpr: compat.Jaxpr) -> bool:
 
 
 def _as_state(spread: Spread, v: Atom, state: Sequence[tuple[Atom, Atom]]) -> Rows | None:
-    """How a result is cut of which the user says nothing; state is cut like the argument whose place it takes."""
+    """Returns how to cut a result if the user does not say it; state is cut like the argument that it replaces."""
     argument = next((a for a, out in state if out is v), v)
     return spread.of(argument)
 
 
 def _tree(tree: TreeDef, rows: Cut) -> TreeDef:
-    """The tree with a tuple of pieces in the place of each leaf that is cut."""
+    """Returns the tree with a tuple of pieces for each leaf that is cut."""
     leaves = [0 if r is None else (0,) * len(r.ranges) for r in rows]
     return jax.tree.structure(jax.tree.unflatten(tree, leaves))
 
@@ -146,20 +146,20 @@ def _names(names: Sequence[str], rows: Cut) -> tuple[str, ...]:
     return tuple(found)
 
 
-# --- what is known of the layout of arrays, as what is known of their pieces -----------------------
+# --- hints about arrays, turned into hints about their pieces --------------------------------------
 
 
 def rows_of(hint: Hint) -> Rows | None:
-    """How an array is cut that is known to be split."""
+    """Returns the cut of an array that is known to be split; None for others."""
     if hint.split_axis is None:
         return None
     return Rows(hint.split_axis, (0, *(r.stop for r in hint.ranges)))
 
 
 def hints_of_pieces(hints: Sequence[Hint], rows: Cut) -> tuple[Hint, ...]:
-    """Per piece: its group, where the array is split just so, and its layout there.
+    """Returns the group of each piece, if the array is split exactly like this, and its layout there.
 
-    The groups of a whole array say nothing of the pieces: it is cut, and they are put where they are read.
+    The groups of a whole array do not apply to its pieces: these are put where they are read.
     """
     found: list[Hint] = []
     for hint, r in zip(hints, rows, strict=True):
@@ -172,11 +172,11 @@ def hints_of_pieces(hints: Sequence[Hint], rows: Cut) -> tuple[Hint, ...]:
 
 
 def in_one_group(hints: tuple[Hint, ...], split: SplitStep, inputs: Sequence[frozenset[int]]) -> tuple[Hint, ...]:
-    """The hints, in which each piece that several groups read is in the first of them: it is sent to the others.
+    """Returns the hints with each piece that several groups read in the first of them, which sends it to the others.
 
     Args:
-      hints: per argument of `split.trace`.
-      inputs: per input of `split.trace`, the groups that hold it.
+      hints: for each argument of `split.trace`.
+      inputs: the groups that hold each input of `split.trace`.
     """
     found, first = list(hints), len(split.trace.consts)
     for ks in split.in_positions:

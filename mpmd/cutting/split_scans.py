@@ -1,8 +1,8 @@
 """Cuts a `scan` over layers into shorter ones, with an ordinary mark between any two of them.
 
 The pieces run one after the other: their carries are chained, scanned inputs and outputs are cut along the layers, and
-constants are read by all. A carry that only sums (the gradient of a constant of the scan, in a backward pass) is summed
-by each piece for itself; the sums are added afterwards. So no such gradient crosses a stage end.
+all pieces read the constants. A carry that only sums (in a backward pass, the gradient of a constant) is summed in each
+piece separately; the sums are added afterwards. So no such gradient crosses a stage end.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from mpmd.tracing.new_equations import Atom, append, trace_equations
 
 
 def split_scans(body: compat.ClosedJaxpr, lengths: Sequence[tuple[int, ...]]) -> compat.ClosedJaxpr:
-    """A loop's body in which no scan holds a mark: such scans are chains of shorter ones between ordinary marks.
+    """Returns a loop's body without marks in scans: such scans become chains of shorter ones between ordinary marks.
 
     Args:
       body: the body, differentiated and flat.
-      lengths: for each forward scan with a mark in its body, in the order of the text: how many layers each stage
-        gets. The last number is of the layers after the last stage end in the scan, 0 if it ends the scan.
+      lengths: how many layers each stage gets, for each forward scan with a mark in its body, in program order. The
+        last number counts the layers after the last stage end in the scan, 0 if the stage end follows the last layer.
     """
     jaxpr, tied = body.jaxpr, tied_scans(body.jaxpr)
     forward = [eqn for eqn in jaxpr.eqns if id(eqn) in tied and tied[id(eqn)][1] == "forward"]
@@ -43,16 +43,16 @@ def split_scans(body: compat.ClosedJaxpr, lengths: Sequence[tuple[int, ...]]) ->
 
 
 def without_marks(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
-    """A scan without the marks in its body."""
+    """Returns a scan without the marks in its body."""
     closed = eqn.params["jaxpr"]
     bare = compat.ClosedJaxpr(without(closed.jaxpr, (mark_p,)), closed.consts)
     return eqn.replace(params={**eqn.params, "jaxpr": bare})
 
 
 def tied_scans(jaxpr: compat.Jaxpr) -> dict[int, tuple[int, str]]:
-    """Per marked scan (by the id of its equation), the number of the forward one that it belongs to, and its kind.
+    """Maps each marked scan (by the id of its equation) to the number of its forward scan, and to its kind.
 
-    A backward scan transposes a forward one: a mark of both has one id.
+    A backward scan transposes a forward one: their marks share an id.
     """
     marked = [(eqn, kind) for eqn in jaxpr.eqns if (kind := marked_kind(eqn)) is not None]
     own = [[m for m in marks_in(eqn) if m.params["kind"] == kind] for eqn, kind in marked]
@@ -64,8 +64,8 @@ def tied_scans(jaxpr: compat.Jaxpr) -> dict[int, tuple[int, str]]:
 
 
 def _scan_cut(eqn: compat.JaxprEqn, lengths: tuple[int, ...]) -> tuple[Rows, list[compat.JaxprEqn]]:
-    """The layers of each piece of a scan, and the forward mark after each but the last; one more if a stage ends after
-    the last layer.
+    """Returns the layers of each piece of a scan, and the forward mark after each piece but the last; one mark more if
+    a stage ends after the last layer.
     """
     mark = [m for m in marks_in(eqn) if m.params["kind"] == "forward"][-1]
     pieces = [n for n in lengths if n]
@@ -81,13 +81,13 @@ def _scan_cut(eqn: compat.JaxprEqn, lengths: tuple[int, ...]) -> tuple[Rows, lis
 def chain(
     eqn: compat.JaxprEqn, rows: Rows, marks: Sequence[compat.JaxprEqn] = (), kind: str = "forward"
 ) -> list[compat.JaxprEqn]:
-    """A scan as a chain of shorter ones.
+    """Returns a scan as a chain of shorter ones.
 
     Args:
-      eqn: the scan; no mark stands in its body.
+      eqn: the scan, without marks in its body.
       rows: its pieces, along its iterations.
       marks: the stage ends behind its first pieces, in the order of the forward pass.
-      kind: what the marks are: `forward` ones stand behind the piece that they end, `backward` ones ahead of it.
+      kind: of the marks: `forward` ones stand behind the piece that they end, `backward` ones ahead of it.
     """
     loop, several = OpenLoop.of(eqn), len(rows.ranges) > 1
     eqns = [split_eqn(eqn, x.outer, rows) for x in loop.rows] if several else []
@@ -112,7 +112,7 @@ def chain(
         if kind == "forward" and n < len(marks):
             carry = _mark(eqns, eqn, marks[n], kind, carry, sums)
 
-    def add(total: Atom, part: Atom) -> Atom:  # as differentiation would write it
+    def add(total: Atom, part: Atom) -> Atom:  # as differentiation writes it
         return append(eqns, eqn, trace_equations(compat.ad.add_jaxvals, total, part))
 
     for i in sums:
@@ -127,7 +127,7 @@ def chain(
 
 
 def _piece(loop: OpenLoop, xs: Sequence[Atom], carry: Sequence[Atom], length: int) -> compat.JaxprEqn:
-    """A scan over some of the iterations."""
+    """Returns a scan over some of the iterations."""
     unroll = loop.eqn.params["unroll"]
     params = {**loop.eqn.params, "length": length, "unroll": min(unroll, length) if length else unroll}
     part = Rows(0, (0, length))
@@ -141,7 +141,7 @@ def _piece(loop: OpenLoop, xs: Sequence[Atom], carry: Sequence[Atom], length: in
 
 
 def _is_sum(loop: OpenLoop, carry: Carry) -> bool:
-    """Whether a carry is only added to: it is read once, by a chain of gradient sums, each of which is read once."""
+    """Returns whether a carry is only added to: a chain of gradient sums, each of them read once, reads it once."""
     v, out = carry.before, carry.after
     if v is out:
         return False
@@ -162,7 +162,7 @@ def _mark(
     carry: Sequence[Atom],
     sums: Collection[int],
 ) -> list[Atom]:
-    """The carries behind a mark; sums do not cross it."""
+    """Adds a mark and returns the carries behind it; sums do not cross it."""
     crossing = [i for i, v in enumerate(carry) if i not in sums and not isinstance(v, compat.Literal)]
     found = list(carry)
     for i in crossing:

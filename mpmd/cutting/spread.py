@@ -1,8 +1,8 @@
-"""Finds which values of a step are cut into rows: those that are cut somewhere, and all that go with them.
+"""Finds which values of a step are cut into rows: those that are cut somewhere, and all values that follow from it.
 
-A value that a chain of scans reads or makes piece by piece says so of the values that it is made of, and of those that
-are made of it: forward and backward through each equation that can be done piece by piece (`axis_rules`), into the
-bodies of loops and branches and out of them. Nothing is changed here.
+If a chain of scans reads or makes a value piece by piece, then the values that it is computed from, and those computed
+from it, are cut too: forward and backward through each equation that can be done piece by piece (`axis_rules`), into
+the bodies of loops and branches and out of them. Nothing is changed here.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from mpmd.tracing.new_equations import Atom
 
 
 class Link(NamedTuple):
-    """Two values that are cut alike. The axis of the second is `moved(axis of the first)`, None where it has none."""
+    """Two values that are cut alike. The second's axis is `moved(the first's axis)`, or None if it has no such axis."""
 
     first: Atom
     second: Atom
@@ -32,32 +32,32 @@ class Link(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Opened:
-    """An equation with jaxprs inside, which have variables of their own, and the values that are cut alike."""
+    """An equation with inner jaxprs, on variables of their own, and the values that are cut alike."""
 
     inner: tuple[compat.Jaxpr, ...]
     links: tuple[Link, ...]
-    loop: OpenLoop | None = None  # of a `scan` or `while`
+    loop: OpenLoop | None = None  # for a `scan` or `while`
 
 
 class Spread:
-    """Which variables are cut into rows.
+    """The cut of each variable that is cut into rows.
 
     Attributes:
-      rows: per variable that is cut, where.
-      opened: per equation (by its id) that is cut inside, its jaxprs.
-      chopped: per `scan` (by its id) that is done as several shorter ones, where.
+      rows: the cut of each variable.
+      opened: the inner jaxprs of each equation (by its id) that is cut inside.
+      chopped: the cut of each `scan` (by its id) that is done as several shorter ones.
     """
 
     def __init__(self) -> None:
         self.rows: dict[compat.Var, Rows] = {}
         self.opened: dict[int, Opened] = {}
         self.chopped: dict[int, Rows] = {}
-        self._kept: list[object] = []  # an id is one's own only while its object lives
+        self._kept: list[object] = []  # keeps equations alive: ids are unique only among live objects
         self._factors: dict[int, list[Factor]] = {}
         self._has_grown = False
 
     def add(self, atom: Atom, rows: Rows | None) -> None:
-        """Cuts a variable, if it is not cut yet and can be."""
+        """Cuts a variable, unless it is cut already or cannot be."""
         if rows is None or isinstance(atom, (compat.Literal, compat.DropVar)) or atom in self.rows:
             return
         if rows.fits(atom.aval):
@@ -65,13 +65,13 @@ class Spread:
             self._has_grown = True
 
     def of(self, atom: Atom) -> Rows | None:
-        """Where an atom is cut, None if it is not."""
+        """Returns the cut of an atom, None if it is whole."""
         return None if isinstance(atom, compat.Literal) else self.rows.get(atom)
 
     def run(self, eqns: Sequence[compat.JaxprEqn], alike: Iterable[tuple[Atom, Atom]] = ()) -> None:
         """Follows the equations forward and backward until nothing more is cut; `alike` are pairs that are cut alike.
 
-        Every round but the last cuts a variable that was whole, and there are finitely many.
+        This ends: every round but the last cuts a whole variable.
         """
         links = [Link(a, b) for a, b in alike]
         self._seed(eqns)
@@ -87,7 +87,7 @@ class Spread:
             self._through(eqn)
 
     def _seed(self, eqns: Sequence[compat.JaxprEqn]) -> None:
-        """What is cut or joined by an equation, or read in slices by several stages; in loops too."""
+        """Cuts the operands of cuts, the results of joins, and stacks that several stages slice; in loops too."""
         for eqn in eqns:
             if eqn.primitive is split_rows_p:
                 self.add(eqn.invars[0], eqn.params["rows"])
@@ -99,7 +99,7 @@ class Spread:
             self.add(v, rows)
 
     def _through(self, eqn: compat.JaxprEqn) -> None:
-        """What the operands and results of an equation say of each other."""
+        """Passes cuts on between the operands and results of an equation."""
         name = eqn.primitive.name
         is_open = eqn.primitive is treduce_p or id(eqn) in self.opened
         if not is_open and not any(self.of(v) for v in (*eqn.invars, *eqn.outvars)):
@@ -117,7 +117,7 @@ class Spread:
                 self._by_reshape(eqn)
 
     def _by_reshape(self, eqn: compat.JaxprEqn) -> None:
-        """Layers whose axis is merged with another one, as Muon merges layers and experts, are still cut apart."""
+        """Cuts layers through a reshape that merges their axis with another one, as Muon merges layers and experts."""
         for v, other in itertools.permutations((eqn.invars[0], eqn.outvars[0])):
             if (rows := self.of(v)) is not None:
                 self.add(other, rows.reshaped(v.aval.shape, other.aval.shape))
@@ -132,14 +132,14 @@ class Spread:
                     self.add(v, cut.on(axis))
 
     def factors(self, eqn: compat.JaxprEqn) -> list[Factor]:
-        """The factors of an equation, found once."""
+        """Returns the factors of an equation, found once."""
         if id(eqn) not in self._factors:
             self._kept.append(eqn)
             self._factors[id(eqn)] = factors(eqn)
         return self._factors[id(eqn)]
 
     def _chop(self, eqn: compat.JaxprEqn) -> bool:
-        """Whether a scan is done as several ones, since it goes over rows that are cut."""
+        """Marks a scan to be done as several ones if it goes over rows that are cut; returns whether it does."""
         start, end = sum(compat.scan_sizes(eqn)), compat.scan_sizes(eqn)[1]
         scanned = [*eqn.invars[start:], *eqn.outvars[end:]]
         found = next((r for v in scanned if (r := self.of(v)) and r.axis == 0), None)
@@ -172,11 +172,11 @@ class Spread:
             self.add(link.first, r.on(axis))
 
 
-# --- what is inside of equations ------------------------------------------------------------------
+# --- inside equations -----------------------------------------------------------------------------
 
 
 def _open_loop(eqn: compat.JaxprEqn) -> Opened:
-    """A microbatch loop: what it reads is cut as in its body, and what it gives, by how that is reduced."""
+    """Links the operands of a microbatch loop to its body, and its results according to their reductions."""
     jaxpr: compat.Jaxpr = compat.with_new_vars(eqn.params["jaxpr"]).jaxpr
     links = _alike(eqn.invars, jaxpr.invars[:-1])
     for inner, operation, v in zip(jaxpr.outvars, eqn.params["info"].operations, eqn.outvars, strict=True):
@@ -192,7 +192,7 @@ def _alike(first: Sequence[Atom], second: Sequence[Atom], *moved: Callable[[int]
 
 
 def _around(new: int) -> tuple[Callable[[int], int | None], Callable[[int], int | None]]:
-    """Axes without and with a new one."""
+    """Returns maps between axes without and with a new axis."""
     return (
         lambda axis: axis + (axis >= new),
         lambda axis: None if axis == new else axis - (axis > new),
@@ -210,7 +210,7 @@ def _open_scan_or_while(eqn: compat.JaxprEqn) -> Opened:
 
 
 def _open_calls(eqn: compat.JaxprEqn, operands: Sequence[Atom], called: Sequence[compat.ClosedJaxpr]) -> Opened:
-    """Jaxprs that take the same operands and give what the equation gives."""
+    """Opens jaxprs that take the same operands and return the results of the equation."""
     inner = tuple(map(fresh_body, called))
     links = [x for j in inner for x in (*_alike(operands, j.invars), *_alike(j.outvars, eqn.outvars))]
     return Opened(inner, tuple(links))

@@ -1,4 +1,4 @@
-"""Makes stage ends of some of the places where a stage may end: those that cuts say, or the roles of a step."""
+"""Turns some of the places where a stage may end into stage ends: as cuts ask for, or the roles of a step."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,13 +10,13 @@ from mpmd.ops.stage_end import MarkId, RoleEnd, boundaries, mark_at, mark_p, wit
 
 
 def with_stage_ends(body: compat.ClosedJaxpr, candidates: Candidates, ends: Sequence[int]) -> compat.ClosedJaxpr:
-    """The body of a loop with stage ends at some of its candidates, and no other marks.
+    """Returns the body of a loop with stage ends at some of its candidates, and no other marks.
 
     Args:
       ends: numbers of candidates.
     """
     chosen, lengths, first = set(ends), [], 0
-    new_ids: dict[int, MarkId] = {}  # per mark outside of scans that ends a stage, by its number among these
+    new_ids: dict[int, MarkId] = {}  # for each mark outside of scans that ends a stage, by its number
     number = 0
     for m in candidates.marked:
         own = sorted(k - first for k in chosen if first <= k < first + m.count)
@@ -33,7 +33,7 @@ def with_stage_ends(body: compat.ClosedJaxpr, candidates: Candidates, ends: Sequ
 
 
 def _with_marks(jaxpr: compat.Jaxpr, new_ids: dict[int, MarkId]) -> compat.Jaxpr:
-    """Of the marks that stand outside of scans, those with a new id become stage ends; the others vanish."""
+    """Turns the marks outside of scans that have a new id into stage ends, and drops the other marks there."""
     marks = [eqn for eqn in jaxpr.eqns if eqn.primitive is mark_p]
     numbers = iter(boundaries([eqn.params for eqn in marks]))
 
@@ -50,14 +50,14 @@ def _with_marks(jaxpr: compat.Jaxpr, new_ids: dict[int, MarkId]) -> compat.Jaxpr
 
 
 def ends_of_roles(eqn: compat.JaxprEqn, candidates: Candidates) -> compat.JaxprEqn:
-    """A loop with roles, whose only marks are stage ends: those of its roles, and in each as many as it has groups.
+    """Returns a loop with roles with only stage ends as marks: one for each role and each group of a role.
 
-    Layer ends inside of a role leave open where it is divided: evenly, by their number. Stage ends do not.
+    Layer ends inside a role leave its division open: it is even, by their number. Stage ends fix it.
 
     Raises:
       StageError: a role has fewer stages than groups, or marks follow the last role.
     """
-    own: list[list[compat.JaxprEqn]] = [[]]  # for each role the marks in it, one for each candidate
+    own: list[list[compat.JaxprEqn]] = [[]]  # the marks in each role, one for each candidate
     ends: list[int] = []
     number = 0
     for m in candidates.marked:
@@ -78,7 +78,7 @@ def ends_of_roles(eqn: compat.JaxprEqn, candidates: Candidates) -> compat.JaxprE
 
 
 def _divided(end: compat.JaxprEqn, marks: Sequence[compat.JaxprEqn]) -> Iterator[int]:
-    """The marks in a role at which its stages end, by their numbers; `end` is the mark that ends it."""
+    """Yields the numbers of the marks in a role at which its stages end; `end` is the mark that ends the role."""
     layers, groups = len(marks), end.params["role"].groups or (0,)
     if layers < len(groups) - 1:
         raise StageError(
@@ -94,7 +94,7 @@ def _divided(end: compat.JaxprEqn, marks: Sequence[compat.JaxprEqn]) -> Iterator
 
 
 def _labelled(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
-    """The stages of a role have its name, with a number where there are several."""
+    """Names the stages of a role after it, with a number if there are several."""
     ends = forward_roles(body.jaxpr)
     names = iter(_names(ends))
 
@@ -117,12 +117,12 @@ def _names(ends: Sequence[RoleEnd | None]) -> Iterator[str]:
 
 
 def forward_roles(jaxpr: compat.Jaxpr) -> list[RoleEnd | None]:
-    """Per stage end, the role that it ends, or None."""
+    """Returns the role that each stage end ends, or None."""
     marks = [e for e in jaxpr.eqns if e.primitive is mark_p and e.params["kind"] == "forward"]
     return [mark.params["role"] for mark in marks]
 
 
 def has_roles(candidates: Candidates) -> bool:
-    """Whether a table says in which groups stages of a loop are."""
+    """Returns whether a table assigns stages of a loop to groups."""
     roles = (mark.params["role"] for m in candidates.marked for mark in m.marks)
     return any(end is not None and end.groups is not None for end in roles)
