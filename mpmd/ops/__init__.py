@@ -1,1 +1,1 @@
-"""From what a user writes (stage ends, loops, reductions, values across groups) to primitives for the passes."""
+"""From the user's calls (stage ends, loops, reductions, values across groups) to primitives for the passes."""

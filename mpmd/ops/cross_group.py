@@ -1,7 +1,7 @@
-"""What a user says about groups: where a value goes (`place`), and what several groups add up or stack.
+"""The user's statements about groups: where a value goes (`place`), and values that several groups add up or stack.
 
-`mpmd.jit` finds by itself where everything runs; these are for a step that wants to say it. Like the marks they are
-primitives that lower to plain JAX, so a step that uses them gives the same under `jax.jit`.
+`mpmd.jit` finds where everything runs without help; these functions are for a step that wants to choose. Like marks,
+they are primitives that lower to plain JAX, so a step that uses them has the same results under `jax.jit`.
 """
 
 import functools
@@ -40,10 +40,10 @@ compat.ad.primitive_jvps[place_p] = lambda primals, tangents, **params: (
 def place(x: T, group: int | Iterable[int]) -> T:
     """Puts values into a group, or a copy into each of several.
 
-    For what is outside of the loops: a metric that one process shall log, a statistic that all groups read, an
-    update that shall run elsewhere than where its operands are. What is computed from placed values runs where they
-    are. A value that comes from another group is sent once per target group. State that a step returns in the place
-    of an argument goes back to the argument's groups all the same.
+    Use it outside of the loops: for a metric that one process logs, a statistic that all groups read, or an update that
+    should run elsewhere than its operands. Computations on placed values run where these are. A value from another
+    group is sent once per target group. State that replaces an argument of the step returns to the groups of the
+    argument in any case.
 
     Under `jax.jit`, and on plain arrays, it is the identity.
 
@@ -55,8 +55,8 @@ def place(x: T, group: int | Iterable[int]) -> T:
       The same pytree.
 
     Raises:
-      StageError: no such group, or in a place where groups have no say (inside a `treduce` loop, whose stages are
-        placed by its schedule, or inside `scan`, `cond` and the like).
+      StageError: no such group, or the call is in a place where groups cannot be chosen (inside a `treduce` loop,
+        because its schedule places its stages, or inside `scan`, `cond` and the like).
 
     Examples:
       >>> import jax, jax.numpy as jnp, mpmd
@@ -70,16 +70,16 @@ def place(x: T, group: int | Iterable[int]) -> T:
 
 
 def end_task(x: jax.Array, group: Iterable[int]) -> jax.Array:
-    """`place` for what a task gives: the equations before it, back to the end of the task before, run as one program.
+    """Ends a task with its result `x`: the equations back to the end of the previous task run as one program.
 
-    A step that has such ends keeps the order of its tasks in each group (`mpmd/partition/levels.py`).
+    A step with such ends keeps the order of its tasks in each group (`mpmd/partition/levels.py`). Else like `place`.
     """
     return place_p.bind(x, groups=_groups(group), ends_task=True)
 
 
 def place_role(x: jax.Array, group: int) -> jax.Array:
-    """`place` for what a role gives, in its last group. It says nothing of what the role reads: that is where the
-    stage is that reads it (`mpmd/partition/stage_text.py`), except in a step with loops, which has no such stages.
+    """Places the result of a role in the role's last group. The inputs of the role are not placed: they are where the
+    stage that reads them is (`mpmd/partition/stage_text.py`), except in a step with loops, which has no such stages.
     """
     return place_p.bind(x, groups=_groups(group), of_role=True)
 
@@ -111,7 +111,7 @@ def _array(leaf: ArrayLike, name: str) -> jax.Array:
 
 across_p = compat.Primitive("across")
 
-# Up to this many bytes each group gets all the parts (one hop); larger ones are combined in one group, and sent.
+# Parts of up to this many bytes are sent to every group (one hop); larger ones are combined in one group, then sent.
 SMALL = 1 << 16
 
 
@@ -146,24 +146,24 @@ compat.batching.primitive_batchers[across_p] = _across_batch
 
 @compat.api_boundary
 def cross_mpmd_all_reduce(x: PyTree, *more: PyTree) -> PyTree:
-    """The sum of values that live in different groups, in all groups.
+    """Returns the sum of values that live in different groups, in all groups.
 
-    For what each stage has a part of after the loop, such as the squared norm of its gradients. `mpmd.jit` places a
-    plain sum too (it runs in the group with most of the bytes); this says that every group wants the result. Parts
-    of up to 64 KB are sent by each group to all others, which is one hop; larger ones are added in the group that has
-    most of them and sent from there. The sum runs over the parts in the order given, so that all groups have the
-    same bits. Under `jax.jit`, and on plain arrays, it is that sum.
+    Use it after the loop for quantities of which each stage has a part, such as the squared norm of the gradients.
+    `mpmd.jit` places a plain sum too (in the group with most of the bytes); this function puts the result into every
+    group. Each group sends parts of up to 64 KB to all others, which is one hop; larger parts are added in the group
+    that has most of them, and the sum is sent from there. Parts are added in the order given, so all groups have the
+    same bits. Under `jax.jit`, and on plain arrays, it is a plain sum.
 
     Args:
       x: the parts: a list, tuple or dict of them, each an array or a pytree of arrays, all alike in structure,
-        shapes and dtypes. They may also be given as arguments, `cross_mpmd_all_reduce(a, b, c)`. One array alone is
+        shapes and dtypes. Parts can also be separate arguments, `cross_mpmd_all_reduce(a, b, c)`. A single array is
         its own sum: it is copied to all groups.
 
     Returns:
-      One such part: the sum (of booleans: whether any is True).
+      The sum, in the form of one part (for booleans: whether any is True).
 
     Raises:
-      StageError: the parts differ in structure, shape or dtype, or it is called where `place` may not be.
+      StageError: the parts differ in structure, shape or dtype, or the call is where `place` may not be.
 
     Examples:
       >>> import jax.numpy as jnp, mpmd
@@ -176,19 +176,19 @@ def cross_mpmd_all_reduce(x: PyTree, *more: PyTree) -> PyTree:
 
 @compat.api_boundary
 def cross_mpmd_stack(x: PyTree, *more: PyTree) -> PyTree:
-    """Values that live in different groups, stacked along a new axis 0, in all groups.
+    """Returns values that live in different groups, stacked along a new axis 0, in all groups.
 
-    As `cross_mpmd_all_reduce`, without the sum: for instance the norm of each stage's gradients, for a log or for a
-    rule that compares stages. Under `jax.jit`, and on plain arrays, it is `jnp.stack`.
+    For instance the norm of each stage's gradients, for a log or for a rule that compares stages. Under `jax.jit`, and
+    on plain arrays, it is `jnp.stack`. Otherwise like `cross_mpmd_all_reduce`.
 
     Args:
-      x: the parts, as for `cross_mpmd_all_reduce`.
+      x: the parts, as in `cross_mpmd_all_reduce`.
 
     Returns:
-      One such part with a new axis 0, whose length is the number of parts.
+      The stack, in the form of one part with a new axis 0; the length of this axis is the number of parts.
 
     Raises:
-      StageError: as `cross_mpmd_all_reduce`.
+      StageError: as in `cross_mpmd_all_reduce`.
 
     Examples:
       >>> import jax.numpy as jnp, mpmd

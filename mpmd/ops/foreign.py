@@ -1,7 +1,7 @@
-"""Makes exported programs and StableHLO functions that a stage can call.
+"""Turns exported programs and StableHLO functions into functions that a stage can call.
 
-A foreign program is one equation of the stage, a call that nothing can cut. It is read when its task is lowered for a
-group, so that it meets the group's own mesh and not the whole one that the step is traced on.
+A foreign program is one equation of the stage, a call that cannot be cut. It is read when its task is lowered for a
+group, so that it is lowered on the group's own mesh and not on the whole mesh on which the step is traced.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from mpmd.pytrees import PyTree
 
 @compat.api_boundary
 def from_exported(exported: jax.export.Exported) -> Callable[..., PyTree]:
-    """A program exported by `jax.export` as a function to call inside a stage.
+    """Returns a program exported by `jax.export` as a function to call inside a stage.
 
-    It takes and returns the pytrees that the exported function did, and is differentiable as often as it was exported
-    for (`vjp_order`; an `Exported` that was made in this process, without limit). A program exported for one
-    device runs on every device of a group; one exported for several devices needs a group of as many, and
-    takes and gives its values in the shardings that it was exported with. On Explicit axes its results have the
-    specs that it names on axes of the step's mesh, and are else whole on every device.
+    The function takes and returns the same pytrees as the exported one. It can be differentiated as often as the export
+    allows (`vjp_order`; without limit for an `Exported` made in this process). A program exported for one device runs
+    on every device of a group; one exported for several devices needs a group of the same number, and its arguments and
+    results have the shardings that it was exported with. On Explicit axes, its results have the specs that it names on
+    axes of the step's mesh, and are otherwise whole on every device.
 
     Args:
       exported: from `jax.export.export(jax.jit(f))(*shapes)` or `jax.export.deserialize(data)`.
@@ -33,8 +33,8 @@ def from_exported(exported: jax.export.Exported) -> Callable[..., PyTree]:
       The function.
 
     Raises:
-      StageError: `exported` is something else; later, where the call does not fit it, where its derivative was not
-        exported but is needed, or where a group has another number of devices.
+      StageError: `exported` is something else; later, where the call does not fit it, where a derivative is needed but
+        was not exported, or where a group has another number of devices.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mpmd
@@ -57,21 +57,21 @@ def from_exported(exported: jax.export.Exported) -> Callable[..., PyTree]:
 
 @compat.api_boundary
 def from_stablehlo(program: str | bytes) -> Callable[..., PyTree]:
-    """A StableHLO program as a function to call inside a stage.
+    """Returns a StableHLO program as a function to call inside a stage.
 
-    For forward passes made by other compilers and frameworks, such as a frozen encoder: StableHLO has no derivative.
-    The program is one module on arrays of fixed shapes. Shardings that it is annotated with, by Shardy (`sdy.sharding`)
-    or by `mhlo.sharding`, are kept; then its number of devices is that of the group.
+    This is for forward passes made by other compilers and frameworks, such as a frozen encoder: StableHLO has no
+    derivative. The program is one module on arrays of fixed shapes. Its Shardy (`sdy.sharding`) or `mhlo.sharding`
+    annotations are kept; a program with annotations must have as many devices as the group.
 
     Args:
       program: the module as text, MLIR bytecode, or a portable artifact.
 
     Returns:
-      A function of as many arrays as the module's entry (`main`) has arguments, which returns its result, or a tuple
-      of them if it has several.
+      A function of the arguments of the module's entry (`main`), all arrays; it returns the result, or a tuple of
+      several.
 
     Raises:
-      StageError: it cannot be read; later, where the call does not fit it, or where it is differentiated.
+      StageError: it cannot be read; later, where the call does not fit it, or where the program is differentiated.
 
     Examples:
       >>> import jax.numpy as jnp, mpmd
@@ -118,7 +118,7 @@ foreign_p.multiple_results = True
 
 
 def _function(exported: jax.export.Exported, name: str, remedy: str):
-    """A differentiable function on the pytrees of `exported`."""
+    """Returns a differentiable function on the pytrees of `exported`."""
     flat = _flat(exported, name, remedy)
 
     def call(*args, **kwargs):
@@ -135,7 +135,7 @@ def _function(exported: jax.export.Exported, name: str, remedy: str):
 
 
 def _flat(exported: jax.export.Exported, name: str, remedy: str):
-    """The program on flat arrays; arrays of float0 (gradients of integers) do not take part in the call."""
+    """Returns the program on flat arrays; arrays of float0 (gradients of integers) do not take part in the call."""
     given = [i for i, a in enumerate(exported.in_avals) if a.dtype != jax.dtypes.float0]
 
     @jax.custom_vjp
@@ -159,7 +159,7 @@ def _flat(exported: jax.export.Exported, name: str, remedy: str):
 
 
 def _run(*given: jax.Array, exported: jax.export.Exported):
-    """The call by JAX's own rules, in the mesh that is current."""
+    """Calls the program by JAX's own rules, on the current mesh."""
     rest = iter(given)
     leaves = [np.zeros(a.shape, a.dtype) if a.dtype == jax.dtypes.float0 else next(rest) for a in exported.in_avals]
     args, kwargs = jax.tree.unflatten(exported.in_tree, leaves)
@@ -189,7 +189,7 @@ def _abstract_eval(*avals: compat.Aval, exported: jax.export.Exported, name: str
 
 
 def _typed(x: jax.ShapeDtypeStruct, spec: PartitionSpec | None):
-    """The type of a result, with what of its spec is on Explicit axes of the current mesh."""
+    """Returns the type of a result, with the part of its spec that is on Explicit axes of the current mesh."""
     mesh = compat.current_mesh()
     if not mesh.explicit_axes:
         return compat.shaped_array(jax.ShapeDtypeStruct(x.shape, x.dtype))

@@ -1,8 +1,8 @@
-"""Lists of microbatches as the arguments of a step: how one is found, and what the step sees of it while it is traced.
+"""Lists of microbatches as arguments of a step: how one is found, and what the step sees while it is traced.
 
-A list belongs to the call: how many microbatches it has, and in which order, is no part of the trace. So a step is
-traced for one microbatch of each shape, and sees `Microbatches` in the place of the list. Code of the step that reads
-the list itself (its length, an item) makes it part of the trace, as anything else that Python reads.
+A list belongs to the call: its length and its order are not part of the trace. So a step is traced for one microbatch
+of each shape, and sees `Microbatches` instead of the list. If the step itself reads the list (its length, an item), the
+list becomes part of the trace, like anything else that Python reads.
 """
 
 import contextlib
@@ -20,23 +20,23 @@ from scheduler.base.texts import counted
 
 Path = tuple[Any, ...]  # JAX's keys, from `(args, kwargs)` to the list
 
-# What a step is traced with, `(args, kwargs)`; None outside of `mpmd.jit`.
+# The arguments of the step being traced, `(args, kwargs)`; None outside of `mpmd.jit`.
 arguments: ContextVar[PyTree] = ContextVar("arguments", default=None)
 
 
 class Reordered(list):
-    """A list of microbatches for a pipelined loop, which run in another order than they are summed.
+    """A list of microbatches that a pipelined loop runs in another order than it sums them.
 
-    The step gives what it gives for the list as it stands, to the bit: `scheduler.order_microbatches` finds an order
-    in which it is shorter. What a microbatch adds before its turn is kept beside the sum, as large as this.
-    Under `jax.jit`, or without a schedule, the order says nothing.
+    The step has the same results as for the plain list, to the bit: `scheduler.order_microbatches` finds an order in
+    which it is shorter. Results of a microbatch that runs before its turn are kept next to the sum, and are as large.
+    Under `jax.jit`, or without a schedule, the order has no effect.
 
     Args:
       xs: the microbatches, in the order in which they are summed.
-      order: which of them runs first, second, and so on.
+      order: the number of the microbatch that runs first, second, and so on.
 
     Raises:
-      ValueError: `order` does not have each of them once.
+      ValueError: `order` is not a permutation of the microbatches.
 
     Examples:
       >>> import mpmd
@@ -66,7 +66,7 @@ def _keys_of_list(xs: list) -> tuple[list, None]:
     return [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(xs)], None
 
 
-# A plain list where JAX takes it apart: the order belongs to a call.
+# When JAX takes it apart it is a plain list: the order belongs to a call.
 jax.tree_util.register_pytree_with_keys(
     Reordered, _keys_of_list, lambda _, children: list(children), lambda xs: (xs, None)
 )
@@ -84,11 +84,11 @@ class TakesList(BaseException):
 
 
 class ReadsList(TakesList):
-    """The step reads the list itself, its length or an item: it is traced again for this list."""
+    """The step reads the list itself, its length or an item: the step is traced again for this list."""
 
 
 class CountsList(TakesList):
-    """What the step returns has a shape that depends on the length of the list: it is traced again for this length."""
+    """The shape of a result depends on the length of the list: the step is traced again for this length."""
 
 
 class Microbatches(list):
@@ -97,13 +97,13 @@ class Microbatches(list):
     Args:
       path: of the argument.
       one: a microbatch, a pytree.
-      number: how many there are, an array.
-      num_microbatches: how many there are in the call for which the step is traced.
+      number: the number of microbatches, an array.
+      num_microbatches: the number of microbatches in the call for which the step is traced.
       is_counted: whether the trace is for this number alone.
-      plain: the items, where the step reads them itself.
+      plain: the items, if the step reads them itself.
 
     Attributes:
-      is_guarded: whether the step has it: then only its items can be read.
+      is_guarded: whether the step is being traced with it: then only its items can be read.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Microbatches(list):
         self.is_guarded = False
 
     def check_is_plain(self) -> None:
-        """Raises for a list of which only one microbatch is there."""
+        """Raises an error if the step reads a list of which only one microbatch is there."""
         if self.is_guarded and self.plain is None:
             raise ReadsList(self.path)
 
@@ -146,7 +146,7 @@ for _name in _READING.split():
 
 
 class _One:
-    """A key in paths: `xs[*]`, any microbatch."""
+    """A key in paths, shown as `xs[*]`: any microbatch."""
 
     def __str__(self):
         return "[*]"
@@ -154,10 +154,10 @@ class _One:
 
 @dataclasses.dataclass(frozen=True)
 class _AboutList:
-    """What a pytree of `Microbatches` keeps beside its leaves.
+    """The static part of `Microbatches` as a pytree.
 
     Attributes:
-      counted: how many microbatches the trace is for, if it is for this number alone.
+      counted: the number of microbatches, if the trace is for this number alone.
     """
 
     path: Path
@@ -195,7 +195,7 @@ jax.tree_util.register_pytree_with_keys(Microbatches, _flatten_with_keys, _unfla
 
 @contextlib.contextmanager
 def of_arguments(tree: PyTree, paths: Iterable[Path]) -> Iterator[None]:
-    """Around a step that is traced with these arguments, `(args, kwargs)`; lists are known at `paths`."""
+    """Traces a step with these arguments, `(args, kwargs)`, inside this context; lists are known at `paths`."""
     for path in paths:
         if isinstance(xs := at(tree, path), Microbatches):
             xs.is_guarded = True
@@ -207,20 +207,20 @@ def of_arguments(tree: PyTree, paths: Iterable[Path]) -> Iterator[None]:
 
 
 def numbers(tree: TreeDef) -> set[int]:
-    """The positions, among the leaves of arguments, of how many microbatches there are."""
+    """Returns the positions of the numbers of microbatches among the leaves of the arguments."""
     found = jax.tree.unflatten(tree, range(tree.num_leaves))
     parts = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, Microbatches))
     return {x.number for x in parts if isinstance(x, Microbatches)}
 
 
 def path_of(xs: list, tree: PyTree) -> Path | None:
-    """Where a list stands in a pytree, as this object."""
+    """Returns the path of a list in a pytree, found by identity."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is xs)
     return next((path for path, x in found if x is xs), None)
 
 
 def at(tree: PyTree, path: Path) -> PyTree:
-    """What stands at a path, or None."""
+    """Returns the part of a tree at a path, or None."""
     for key in path:
         try:
             if hasattr(key, "idx"):
@@ -235,7 +235,7 @@ def at(tree: PyTree, path: Path) -> PyTree:
 
 
 def flattened(tree: PyTree, known: Mapping[Path, list]) -> tuple[list, TreeDef, dict[int, Path]]:
-    """The leaves and the structure of a pytree in which some lists are leaves, and which leaf is which of them.
+    """Returns the leaves and the structure of a pytree with some lists as leaves, and the path of each such leaf.
 
     Args:
       known: the lists, by their paths.
@@ -243,7 +243,7 @@ def flattened(tree: PyTree, known: Mapping[Path, list]) -> tuple[list, TreeDef, 
     paths = {id(xs): path for path, xs in known.items()}
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: id(x) in paths)
     places = {i: paths[id(x)] for i, x in enumerate(leaves) if id(x) in paths}
-    if not len(paths) == len(places) == len(known):  # one list stands in several places
+    if not len(paths) == len(places) == len(known):  # one list is in several places
         at_paths, structure = jax.tree_util.tree_flatten_with_path(
             tree, is_leaf=lambda path, _: path in known, is_leaf_takes_path=True
         )
@@ -253,10 +253,10 @@ def flattened(tree: PyTree, known: Mapping[Path, list]) -> tuple[list, TreeDef, 
 
 
 def found(xs: list) -> TakesList:
-    """What to raise for a list of microbatches that a pipelined loop is given while a step is traced.
+    """Returns the exception for a plain list that a pipelined loop gets while a step is traced.
 
     Raises:
-      StageError: it is no argument of the step.
+      StageError: the list is not an argument of the step.
     """
     given = arguments.get()
     path = path_of(xs, given)
@@ -270,10 +270,10 @@ def found(xs: list) -> TakesList:
 
 
 def elements(xs: list) -> Iterator[tuple[list, TreeDef]]:
-    """The leaves and the structure of each microbatch.
+    """Yields the leaves and the structure of each microbatch.
 
     Raises:
-      StageError: there is none, or they have different structures.
+      StageError: there is no microbatch, or they have different structures.
     """
     if not xs:
         raise StageError("treduce: xs is an empty list. At least one microbatch is needed.")

@@ -1,4 +1,4 @@
-"""Means as sums, which are divided after the loop: by weights, or by a number that belongs to the call."""
+"""Means as sums that are divided after the loop: by weights, or by a number that belongs to the call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,26 +21,26 @@ from mpmd.pytrees import PyTree, TreeDef
 
 
 class Means:
-    """A loop's function whose means are sums.
+    """The function of a loop, with means turned into sums.
 
     Args:
       fun, operation: of the loop.
-      weights: from a microbatch to its weight; None where all count alike.
+      weights: maps a microbatch to its weight; None if all count alike.
       number: of the microbatches, a number or an array.
 
     Attributes:
-      operations: of what `sums` returns, once it has been called.
+      operations: for the results of `sums`, after its first call.
     """
 
     def __init__(self, fun: Callable, operation: PyTree, weights: Callable | None, number: int | jax.Array):
         self._fun, self._operation, self._weights, self._number = fun, operation, weights, number
         self.operations: list[Operation] = []
-        # Of the outputs that are means, before they are weighed; None of the others.
+        # The dtype of each mean before it is weighted; None for other outputs.
         self._dtypes: list[np.dtype | None] = []
         self._tree: TreeDef = None
 
     def sums(self, x: PyTree) -> list:
-        """The leaves of `fun(x)`; those of means as what is to be summed, and last the weight of the microbatch."""
+        """Returns the leaves of `fun(x)`, with the terms of sums for means; the weight of the microbatch comes last."""
         outs, self._tree = output_leaves(self._fun(x), "treduce")
         given = broadcast_operation(self._operation, self._tree, "treduce")
         are_means = [type(op) is Mean for op in given]
@@ -72,12 +72,12 @@ class Means:
             raise StageError(
                 f"treduce: weights returns {what:.60} for a microbatch. It must return a scalar, an integer or a float."
             )
-        if weight.dtype.itemsize < 4:  # sums of numbers of tokens are large
+        if weight.dtype.itemsize < 4:  # sums of token counts are large
             weight = weight.astype(np.int32 if jnp.issubdtype(weight.dtype, jnp.integer) else np.float32)
         return weight
 
     def of(self, reduced: list) -> PyTree:
-        """The outputs of the loop, from what `sums` was reduced to."""
+        """Returns the outputs of the loop, from the reduced results of `sums`."""
         reduced = list(reduced)
         number, widened = (self._number, False) if self._weights is None else (reduced.pop(), True)
         pairs = zip(reduced, self._dtypes, strict=True)
@@ -86,7 +86,7 @@ class Means:
 
 
 def _scaled(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """A term of a weighted sum: in float32 where the sum may be too large for the dtype of `x`."""
+    """Returns a term of a weighted sum: in float32 if the sum may be too large for the dtype of `x`."""
     scaled = (wide := _widened(x)) * _like(wide, weight)
     return scaled.astype(x.dtype) if x.dtype == jnp.bfloat16 else scaled
 
@@ -102,5 +102,5 @@ def _widened(x: jax.Array) -> jax.Array:
 
 
 def _like(x: jax.Array, number: Any) -> Any:
-    """A number in the dtype of a float array, which keeps it."""
+    """Returns a number in the dtype of a float array, so that the array keeps its dtype."""
     return number.astype(x.dtype) if hasattr(number, "astype") and jnp.issubdtype(x.dtype, jnp.inexact) else number

@@ -1,4 +1,4 @@
-"""Checks that a batch has microbatches, all of them on one axis, and says what one of them looks like."""
+"""Checks that a batch has microbatches, all of them on one axis, and describes one of them."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from mpmd.arrays.specs import trimmed
 from mpmd.errors import StageError
 from mpmd.ops.reductions import explicit_sharding
 
-# So many leaves are named.
+# The number of leaves that a message names.
 _MAX_SHOWN = 4
 
 
 def check_microbatch_axis(names: list[str], leaves: list[jax.Array], axis: int) -> int:
-    """The number of microbatches, if all leaves have an axis for them, whole on each device.
+    """Returns the number of microbatches, if all leaves have an axis for them, whole on each device.
 
     Raises:
       StageError: the leaves do not fit each other or the axis.
@@ -48,7 +48,7 @@ def check_microbatch_axis(names: list[str], leaves: list[jax.Array], axis: int) 
 
 
 def _check_microbatches_are_whole(name: str, aval: compat.Aval, axis: int) -> None:
-    """On Explicit axes a microbatch cannot be taken out of an array that is sharded between microbatches."""
+    """Checks that no array is sharded between microbatches: on Explicit axes none could be taken out of it."""
     sharding = explicit_sharding(aval)
     entry = None if sharding is None else sharding.spec[axis]
     if sharding is None or aval.shape[axis] == sharding.shard_shape(aval.shape)[axis]:
@@ -67,27 +67,27 @@ def _check_microbatches_are_whole(name: str, aval: compat.Aval, axis: int) -> No
 
 
 def may_be_of_shapes(error: Exception) -> bool:
-    """Whether a batch that was not divided into microbatches may have caused it; Flax has classes of its own."""
+    """Returns whether an error may come from a batch that was not divided; Flax has error classes of its own."""
     kinds = TypeError, ValueError, IndexError, AssertionError
     return (isinstance(error, kinds) and not isinstance(error, StageError)) or "Shape" in type(error).__name__
 
 
 def what_fun_sees(names: Sequence[str], leaves: Sequence[jax.Array], sliced: Sequence[jax.Array], axis: int) -> str:
-    """Which axis is gone where the user's function looks, for an error of shapes in it."""
+    """Returns a note for a shape error in the user's function: which axis is gone there."""
     seen = [f"  {n} has shape {x.shape}: fun sees {y.shape}" for n, x, y in zip(names, leaves, sliced, strict=True)]
     more = [f"  … and {len(seen) - 4} more"] if len(seen) > 4 else []
     return "\n".join((f"treduce: axis {axis} of xs is the microbatch axis, which fun does not see.", *seen[:4], *more))
 
 
 def doubt_of(names: Sequence[str], types: Sequence[tuple[tuple[int, ...], np.dtype]]) -> str | None:
-    """What a microbatch looks like, if it looks like a row of a batch that was not divided into microbatches.
+    """Describes a microbatch if it looks like a row of a batch that was not divided into microbatches; else None.
 
-    A microbatch has rows, as the first axis of all that is in it; arrays of several ranks that share their first axis
-    have them. A row with its label has a scalar beside arrays. Where these may have rows, only an integer is taken for
-    a label: a float may be the weight of a microbatch. Keys are neither.
+    The arrays of a microbatch share their first axis, its rows; arrays of several ranks with the same first axis have
+    rows. A row with its label has a scalar next to arrays. If these may have rows, only an integer counts as a label:
+    a float may be the weight of a microbatch. Keys count as neither.
 
     Args:
-      types: per leaf, shape and dtype in a microbatch.
+      types: shape and dtype of each leaf in a microbatch.
     """
     plain = [
         (name, shape, dtype)

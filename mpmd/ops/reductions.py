@@ -1,4 +1,4 @@
-"""How the outputs of a microbatch loop are reduced: an accumulator's start, its update, and what is made of it."""
+"""How the outputs of a microbatch loop are reduced: the start of an accumulator, its update, and the final result."""
 
 import functools
 import warnings
@@ -23,16 +23,16 @@ from scheduler.base.texts import counted
 class Operation:
     """How one output of a microbatch loop is reduced: `operation=mpmd.Mean`, or an instance, `mpmd.Concat(axis=1)`.
 
-    A subclass is a reduction of one's own. Its methods are traced and run where the output is made: the values of the
+    A subclass is a user-defined reduction. Its methods are traced and run where the output is made: the values of the
     microbatches never leave their stage. They are accumulated in microbatch order; the accumulator is one array.
     Instances with equal attributes are equal, and attributes must be hashable.
 
     Attributes:
       reads_index: whether `update` may read its `index`.
       reads_number: whether `init` or `finish` may read `num_microbatches`. If not, lists of any length share a trace.
-      is_elementwise: whether each element of the result follows from the same element of the outputs.
-      has_parts: whether `update` may be given, for `x`, another accumulator, of microbatches that come next. Then what
-        `init` makes adds nothing, and of the type of an accumulator it makes one of the same type.
+      is_elementwise: whether each element of the result depends only on the same element of the outputs.
+      has_parts: whether `x` of `update` may be another accumulator, of the microbatches that come next. Then the
+        result of `init` is neutral, and from the type of an accumulator `init` makes an array of the same type.
 
     Examples:
       >>> import jax.numpy as jnp, mpmd
@@ -49,7 +49,7 @@ class Operation:
     is_elementwise = has_parts = False
 
     def __init_subclass__(cls, **kwargs: object):
-        """What a base class says of its methods does not hold for others."""
+        """Resets attributes in a subclass that redefines methods: those of its base class need not hold for them."""
         super().__init_subclass__(**kwargs)
         if {"init", "update", "finish"} & vars(cls).keys():
             for name in ("reads_index", "reads_number", "is_elementwise", "has_parts"):
@@ -57,24 +57,24 @@ class Operation:
                     setattr(cls, name, vars(Operation)[name])
 
     def init(self, aval: compat.Aval, num_microbatches: int) -> jax.Array:
-        """The accumulator before the first microbatch; `aval` is the type of what `fun` returns."""
+        """Returns the accumulator before the first microbatch; `aval` is the type of the output of `fun`."""
         return self.full(aval, 0)
 
     def update(self, acc: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
-        """The accumulator after microbatch `index` (an int32 scalar), whose output is `x`."""
+        """Returns the accumulator after microbatch `index` (an int32 scalar), with output `x`."""
         raise NotImplementedError(f"{type(self).__name__}.update")
 
     def finish(self, acc: jax.Array, num_microbatches: int) -> jax.Array:
-        """The reduced value, from the last accumulator."""
+        """Returns the reduced value, from the last accumulator."""
         return acc
 
     @staticmethod
     def full(
         aval: compat.Aval, value: ArrayLike, shape: Sequence[int] | None = None, dtype: DTypeLike | None = None
     ) -> jax.Array:
-        """An array of one value, by default of the shape and dtype of `aval`, sharded like it on Explicit axes.
+        """Returns an array of one value, by default of the shape and dtype of `aval`, sharded like it on Explicit axes.
 
-        A shape with more axes has them in front.
+        Further axes of `shape` come first.
         """
         full: tuple[int, ...] = aval.shape if shape is None else tuple(shape)
         return _full(aval, value, full, range(len(full) - len(aval.shape)), dtype)
@@ -87,7 +87,7 @@ class Operation:
 
     @property
     def _key(self) -> tuple[object, ...]:
-        """2, 2.0 and True are equal, and so are 0.0 and -0.0, but they make other results."""
+        """A key for comparison: 2, 2.0 and True are equal in Python, as are 0.0 and -0.0, but their results differ."""
         values = (
             (name, type(x), repr(x) if isinstance(x, float | complex) else x) for name, x in sorted(vars(self).items())
         )
@@ -102,9 +102,9 @@ class Add(Operation):
     """The sum over microbatches.
 
     Args:
-      once: where the rows of a microbatch are sharded over the devices of a group, a gradient is a sum over these
-        devices. By default it is done once, after the last microbatch. With False it is done for each microbatch, as
-        the step is written. The results differ by rounding.
+      once: if the rows of a microbatch are sharded over the devices of a group, a gradient is a sum over these
+        devices. By default this sum is done once, after the last microbatch. With False it is done for each
+        microbatch, as the step is written. The results differ by rounding.
     """
 
     reads_index = reads_number = False
@@ -121,13 +121,13 @@ class Add(Operation):
 
 
 class Mean(Add):
-    """The sum over microbatches divided by their number. Of booleans: the share of True.
+    """The sum over microbatches divided by their number. For booleans: the share of True.
 
-    Integers of less than 32 bits are summed in int32, floats in their own type, as by `Add`: many microbatches of a
-    bfloat16 or float16 output lose digits. Return a loss in float32.
+    Integers of less than 32 bits are summed in int32, floats in their own type, as with `Add`: with many microbatches,
+    a bfloat16 or float16 output loses digits. Return a loss in float32.
 
     Args:
-      once: as for `Add`.
+      once: as in `Add`.
     """
 
     reads_index = False
@@ -141,7 +141,7 @@ class Mean(Add):
 
     def finish(self, acc: jax.Array, num_microbatches: int) -> jax.Array:
         sharding = explicit_sharding(jax.typeof(acc))
-        if sharding is not None and sharding.spec.unreduced:  # not yet summed over devices: that has no division
+        if sharding is not None and sharding.spec.unreduced:  # not yet summed over devices: JAX cannot divide it
             share = jnp.asarray(1 / num_microbatches, acc.dtype)
             return acc * jax.reshard(share, PartitionSpec(reduced=sharding.spec.unreduced))
         return acc / num_microbatches
@@ -177,7 +177,7 @@ class Concat(Operation):
     """All outputs, stacked along a new axis of length `num_microbatches`.
 
     Args:
-      axis: where the result has the new axis; a negative one counts from the end of the result's axes.
+      axis: the position of the new axis in the result; a negative one counts from the end of the result's axes.
     """
 
     def __init__(self, axis: int = 0):
@@ -191,7 +191,7 @@ class Concat(Operation):
         return lax.dynamic_update_index_in_dim(acc, jnp.asarray(x, acc.dtype), index, self._axis(acc.ndim - 1))
 
     def _axis(self, ndim: int) -> int:
-        """The new axis of a stack of arrays with `ndim` axes."""
+        """Returns the new axis of a stack of arrays with `ndim` axes."""
         try:
             return range(ndim + 1)[self.axis]
         except (IndexError, TypeError):
@@ -201,20 +201,20 @@ class Concat(Operation):
 
 
 def dtype_of_sum(dtype: np.dtype) -> np.dtype:
-    """What a mean is summed in: sums of booleans and of small integers would not fit their own dtype."""
+    """Returns the dtype in which a mean is summed: sums of booleans and small integers would overflow their own."""
     is_small = dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4)
     return np.dtype(np.int32) if is_small else dtype
 
 
 def explicit_sharding(aval: AbstractValue) -> NamedSharding | None:
-    """The sharding that is part of a type (None on a mesh without Explicit axes)."""
+    """Returns the sharding that is part of a type (None on a mesh without Explicit axes)."""
     sharding = getattr(aval, "sharding", None)
     return None if sharding is None or sharding.mesh.empty or sharding.mesh.are_all_axes_auto else sharding
 
 
 def result_types(fun: Callable, *avals: compat.Aval | jax.ShapeDtypeStruct) -> list:
-    """The types of what `fun` returns, with their shardings: `jax.eval_shape` leaves these out on a mesh of Auto and
-    Explicit axes.
+    """Returns the types of the results of `fun`, with their shardings: `jax.eval_shape` omits these on a mesh of Auto
+    and Explicit axes.
     """
     return jax.make_jaxpr(fun)(*avals).out_avals
 
@@ -222,7 +222,7 @@ def result_types(fun: Callable, *avals: compat.Aval | jax.ShapeDtypeStruct) -> l
 def _full(
     aval: compat.Aval, value: ArrayLike, shape: Sequence[int], new_axes: Iterable[int], dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """An array of one value, sharded on Explicit axes like `aval`, and not at all along axes that are new."""
+    """Returns an array of one value, sharded on Explicit axes like `aval`, but not along new axes."""
     dtype = dtype or aval.dtype
     sharding = explicit_sharding(aval)
     if sharding is None:
@@ -246,7 +246,7 @@ def _extreme(dtype: DTypeLike, lowest: bool) -> float:
     return -np.inf if lowest else np.inf
 
 
-# --- what a user passes ---------------------------------------------------------------------------
+# --- the user's arguments -------------------------------------------------------------------------
 
 
 def _is_operation(x: object) -> bool:
@@ -254,12 +254,12 @@ def _is_operation(x: object) -> bool:
 
 
 def is_number_or_array(x: object) -> bool:
-    """Whether it is what JAX computes with."""
+    """Returns whether JAX can compute with it: an array or a number."""
     return hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))
 
 
 def output_leaves(outs: PyTree, name: str) -> tuple[list, TreeDef]:
-    """The leaves of what a loop's function returns, and their structure.
+    """Returns the leaves of the result of a loop's function, and their structure.
 
     Raises:
       StageError: one of them is no array.
@@ -275,7 +275,7 @@ def output_leaves(outs: PyTree, name: str) -> tuple[list, TreeDef]:
 
 
 def broadcast_operation(operation: PyTree, out_tree: TreeDef, name: str) -> tuple[Any, ...]:
-    """The operation of each output, from a pytree prefix; each class becomes one instance."""
+    """Returns the operation of each output, from a pytree prefix; each class becomes one instance."""
     out = jax.tree.unflatten(out_tree, list(range(out_tree.num_leaves)))
     try:
         pairs = jax.tree.map(lambda op, part: [op] * len(jax.tree.leaves(part)), operation, out, is_leaf=_is_operation)
@@ -289,7 +289,7 @@ def broadcast_operation(operation: PyTree, out_tree: TreeDef, name: str) -> tupl
 
 
 def check_operations(operations: Sequence[object], out_avals: Sequence[compat.Aval], name: str) -> None:
-    """Raises a StageError for what is no operation, and for what an operation cannot reduce."""
+    """Raises a StageError if an object is not an operation, or if an operation cannot reduce its output."""
     for op, aval in zip(operations, out_avals, strict=True):
         if not isinstance(op, Operation):
             raise StageError(
@@ -337,7 +337,7 @@ def _one_array(types: Sequence[compat.Aval], op: Operation, method: str, name: s
 
 
 def _check_accumulator(op: Operation, aval: compat.Aval, name: str) -> None:
-    """An operation of one's own keeps the type of its accumulator."""
+    """Checks that a user-defined operation keeps the type of its accumulator."""
     if type(op).__module__ == __name__:
         return
     acc = _one_array(result_types(functools.partial(op.init, aval, 1)), op, "init", name)

@@ -1,4 +1,4 @@
-"""Roles: parts of a step that run in groups of their own, by a table of names that the step's owner writes."""
+"""Roles: parts of a step that run in groups of their own, by a table of names that the user writes."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +15,16 @@ RoleTable = Mapping[str, tuple[int, ...]]
 
 @compat.api_boundary
 def role(name: str) -> Callable[[F], F]:
-    """Names what a function computes: `mpmd.jit(step, ..., roles={name: groups})` says where it runs, and its gradient.
+    """Names a function: `mpmd.jit(step, ..., roles={name: groups})` says where it and its gradient run.
 
     So one step holds a policy, a reference, a critic and a reward, each in groups of its own, or two towers that are
-    joined. In a `treduce` loop each call is a stage of that name, or several in a role of several groups: there,
-    `mark_layer_end` or `mark_stage_end` inside of the function says where it may or does divide. The stages need not
-    be a chain: each waits for what it reads, and for nothing else. What is written between two calls belongs to the
-    second one, what follows the last call to that one.
+    joined. In a `treduce` loop each call is a stage of that name, or several stages if the role has several groups:
+    then `mark_layer_end` or `mark_stage_end` inside the function says where it may or does divide. The stages need not
+    form a chain: each waits only for its inputs. Code between two calls belongs to the second call, code after the last
+    call to the last call.
 
-    Outside of loops the function runs in its groups, and its results are there. Outside of `mpmd.jit`, and where
-    `roles` is not given, a role is a name alone: the end of a stage.
+    Outside of loops the function runs in its groups, and its results are there. Outside of `mpmd.jit`, and without
+    `roles`, a role is only a name: the end of a stage.
 
     Args:
       name: of the role. Several functions may share one, and a function may be called several times.
@@ -33,8 +33,8 @@ def role(name: str) -> Callable[[F], F]:
       A decorator for functions of arrays, such as `model.apply`. Their results must hold arrays.
 
     Raises:
-      TypeError: `name` is not a string, or what is decorated no function; at the call: the function returns no array.
-      StageError: when the step is traced, if `roles` has no such name.
+      TypeError: `name` is not a string, or the decorated object is not a function; at the call: it returns no array.
+      StageError: while the step is traced, if `roles` has no such name.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mpmd
@@ -66,10 +66,10 @@ def role(name: str) -> Callable[[F], F]:
 
 
 def checked_table(roles: Mapping[str, int | Sequence[int]] | None, num_groups: int) -> RoleTable:
-    """The user's table, with a tuple of groups for each name.
+    """Returns the user's table, with a tuple of groups for each name.
 
     Raises:
-      ValueError: it is no table of names and groups of the mesh.
+      ValueError: it is not a table of names and groups of the mesh.
     """
     if roles is None:
         return {}
@@ -94,11 +94,11 @@ def _is_group(group: object, num_groups: int) -> bool:
 
 
 def groups_of_stages(ends: Sequence[RoleEnd | None]) -> list[int | None]:
-    """Per stage, its group, where a role says it.
+    """Returns the group of each stage, or None if no role determines it.
 
     Args:
-      ends: per stage, the role that its last mark ends, if it ends one. The stages before it, back to the end of
-        another role, are of the role, too; they are dealt out to its groups evenly, in order, the last to the last.
+      ends: the role that each stage's last mark ends, or None. The stages before it, back to the end of another role,
+        belong to the role too; they are divided evenly over its groups, in order, the last stage to the last group.
     """
     found: list[int | None] = []
     for end in ends:

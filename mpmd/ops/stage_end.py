@@ -1,4 +1,4 @@
-"""Where a user says that stages end, or may end: a mark is a JAX primitive that lowers to an identity.
+"""The marks with which a user says that stages end, or may end: JAX primitives that lower to an identity.
 
 So a model with marks runs under plain `jax.jit` unchanged; `mpmd.jit` finds them in the traced step.
 """
@@ -26,7 +26,7 @@ class MarkId:
 
 @dataclasses.dataclass(frozen=True)
 class RoleEnd:
-    """What a mark says that ends a role: the role's name and, once the table is known, its groups."""
+    """The role that a mark ends: its name and, once the table is known, its groups."""
 
     name: str
     groups: tuple[int, ...] | None = None
@@ -38,19 +38,19 @@ mark_p.multiple_results = True
 
 @compat.api_boundary
 def mark_stage_end(x: T, name: str | None = None) -> T:
-    """Ends a pipeline stage here: returns `x`, and what is written after it belongs to the next stage.
+    """Ends a pipeline stage here: returns `x`, and the code after it belongs to the next stage.
 
-    So does what does not depend on `x`: a second model that starts from the data, or a block's own projection of a
-    vector that all blocks read. An equation runs in another stage only where fewer bytes cross so. Its gradient runs
-    where it runs. Outside of `mpmd.jit` a mark is the identity.
+    This includes code that does not depend on `x`: a second model that starts from the data, or a block's own
+    projection of a vector that all blocks read. An equation runs in another stage only if fewer bytes cross that way.
+    Its gradient runs in the same stage. Outside of `mpmd.jit` a mark is the identity.
 
     Args:
-      x: a pytree of arrays, the values that cross the boundary. Other values may cross it too (skip
-        connections, tied weights, masks); what is listed here only says where the stage ends.
-      name: what to call the stage that ends here, in profiles, in `explain()` and in the names of its programs.
+      x: a pytree of arrays, the values that cross the boundary. Other values may cross it too (skip connections, tied
+        weights, masks); `x` only says where the stage ends.
+      name: of the stage that ends here, in profiles, in `explain()` and in the names of its programs.
 
     Returns:
-      The same pytree. Use the returned values: a mark whose result nobody uses is a `StageError`.
+      The same pytree. Use the returned values: a mark with an unused result is a `StageError`.
 
     Raises:
       TypeError: if `x` has no arrays, or `name` is not a string.
@@ -66,16 +66,16 @@ def mark_stage_end(x: T, name: str | None = None) -> T:
 
 @compat.api_boundary
 def mark_layer_end(x: T, name: str | None = None) -> T:
-    """Says that a pipeline stage may end here, and returns `x`. Of all such marks of a loop, some become stage ends.
+    """Says that a pipeline stage may end here, and returns `x`. Some of these marks of a loop become stage ends.
 
-    With more marks than stages, `mpmd.jit` chooses those that make a step fastest and fit the memory of the devices;
-    `treduce(..., cuts=(3, 4, 4, 1))` says it instead: how many layers each stage gets. In the body of a `lax.scan` over
-    stacked layers, a stage may end behind each of its iterations. Outside of a loop (inference) it does what
-    `mark_stage_end` does. Outside of `mpmd.jit` it is the identity.
+    With more marks than stages, `mpmd.jit` chooses the marks that make a step fastest and fit the memory of the
+    devices; `treduce(..., cuts=(3, 4, 4, 1))` fixes the choice: how many layers each stage gets. In the body of a
+    `lax.scan` over stacked layers, a stage may end behind each of its iterations. Outside of a loop (inference) it does
+    the same as `mark_stage_end`. Outside of `mpmd.jit` it is the identity.
 
     Args:
-      x: a pytree of arrays, as for `mark_stage_end`: the values that the next layer reads.
-      name: what to call the stage that ends here, if one does.
+      x: a pytree of arrays, as in `mark_stage_end`: the values that the next layer reads.
+      name: of the stage that ends here, if one does.
 
     Returns:
       The same pytree. Use the returned values.
@@ -93,12 +93,12 @@ def mark_layer_end(x: T, name: str | None = None) -> T:
 
 
 def end_of_role(x: T, name: str) -> T:
-    """`mark_stage_end` for what a role gives."""
+    """Marks the result of a role as `mark_stage_end` does."""
     return _mark(x, name, f"role {name!r}", RoleEnd(name))
 
 
 def _mark(x: T, name: str | None, function: str, role: RoleEnd | None = None, optional: bool = False) -> T:
-    """A mark that the user has made by `function`, which is what errors call it."""
+    """Makes a mark for the user's call of `function`, the name that errors show."""
     if name is not None and not isinstance(name, str):
         raise TypeError(
             f"{function}: name is of type {type(name).__name__}, {name!r:.40}, not a string."
@@ -130,7 +130,7 @@ def _as_array(leaf: object, function: str) -> jax.Array:
 
 
 def mark_at(mark: compat.JaxprEqn) -> str:
-    """What a user wrote to make a mark, and at which line."""
+    """Returns the user's call that made a mark, and its line."""
     return f"{mark.params['function']} at {compat.source_line(mark)}"
 
 
@@ -163,10 +163,10 @@ compat.ad.primitive_transposes[mark_p] = _mark_transpose
 
 
 def boundaries(marks: Sequence[Mapping[str, object]]) -> list[int]:
-    """For each mark, by its parameters and in the order of the text, the number of the forward mark that it belongs to.
+    """Returns the number of the forward mark that each mark belongs to, from the marks' parameters in program order.
 
-    Marks from a cached inner jaxpr share an id: backward ones then pair with forward ones from the last to the first,
-    which is the order of a backward pass. Of a derivative of derivatives each boundary has several of a kind, in a row.
+    Marks from a cached inner jaxpr share an id: then backward ones pair with forward ones from the last to the first,
+    the order of a backward pass. In a derivative of a derivative, each boundary has several marks of a kind in a row.
     """
     by_id: dict[object, list[int]] = defaultdict(list)
     forward = [mark["id"] for mark in marks if mark["kind"] == "forward"]
@@ -184,7 +184,7 @@ def boundaries(marks: Sequence[Mapping[str, object]]) -> list[int]:
 
 
 def without(jaxpr: compat.Jaxpr, identities: Collection[compat.Primitive]) -> compat.Jaxpr:
-    """`jaxpr` less the equations of the primitives `identities`, however deep, which return what they are given."""
+    """Returns `jaxpr` without the equations of the primitives `identities`, however deep. Each returns its operands."""
 
     def clean(x):
         if isinstance(x, compat.ClosedJaxpr):
@@ -202,7 +202,7 @@ def without(jaxpr: compat.Jaxpr, identities: Collection[compat.Primitive]) -> co
 
 
 def with_each(jaxpr: compat.Jaxpr, change: Callable[[compat.JaxprEqn], compat.JaxprEqn | None]) -> compat.Jaxpr:
-    """`jaxpr` with `change(eqn)` for each of its equations; None leaves one out that returns what it is given."""
+    """Returns `jaxpr` with `change(eqn)` for each of its equations; None removes an equation that is an identity."""
     alias: dict = {}
     eqns = []
     for eqn in jaxpr.eqns:

@@ -1,7 +1,7 @@
 """The loop over microbatches, as a JAX primitive that lowers to a `lax.scan`.
 
-So a step that uses it runs under plain `jax.jit` unchanged; `mpmd.jit` finds it in the traced step and makes a
-pipeline.
+So a step that uses it runs under plain `jax.jit` unchanged; `mpmd.jit` finds the loop in the traced step and makes a
+pipeline from it.
 """
 
 import dataclasses
@@ -47,12 +47,12 @@ treduce_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True)
 class LoopInfo:
-    """What a microbatch loop is, beside its body: the parameters of its equation.
+    """The parameters of a microbatch loop's equation, except its body.
 
     Attributes:
       schedule: as the user gave it; None for a loop without a pipeline.
-      cuts: how many layers each stage gets, by the user or as chosen; None where marks alone say where stages end.
-      doubt: what a microbatch looks like, if its rows may have been taken for microbatches.
+      cuts: how many layers each stage gets, as given or as chosen; None if marks alone determine where stages end.
+      doubt: a description of a microbatch that may be a row of a batch; else None.
       path: of the argument that is the list of its microbatches, if there is one.
     """
 
@@ -84,38 +84,38 @@ def treduce(
 ) -> PyTree:
     """Runs `fun` on each slice of `xs` along `axis` as a pipelined loop, and reduces its outputs.
 
-    Microbatches of several shapes are a list: each entry is a microbatch, a pytree of arrays. Give the list as an
-    argument of the step. `fun` is traced once for each distinct shape, and each stage compiled once for each; any
-    number of microbatches of these shapes in any order runs without tracing or compiling. Sums are made in the order
-    of the list.
+    Microbatches of several shapes are a list: each entry is a microbatch, a pytree of arrays. Pass the list as an
+    argument of the step. `fun` is traced once for each distinct shape, and each stage is compiled once for each; any
+    number of microbatches of these shapes, in any order, runs without tracing or compiling again. They are summed in
+    the order of the list.
 
-    Differentiate inside `fun` (`jax.value_and_grad` per microbatch): the backward pass is part of the
-    loop, which is what a schedule orders. With `schedule=None`, or outside of `mpmd.jit`, this is a
-    `lax.scan` with the same result.
+    Differentiate inside `fun` (`jax.value_and_grad` per microbatch): the backward pass is part of the loop, and
+    schedules order both passes. With `schedule=None`, or outside of `mpmd.jit`, this is a `lax.scan` with the same
+    result.
 
     Args:
       fun: takes a slice of `xs` (the microbatch axis removed) and returns a pytree of arrays. It may close
         over parameters and anything else that is the same for every microbatch.
       xs: a pytree of arrays, each with the same number of microbatches on axis `axis`; or a list of microbatches of
-        one structure. (Several arrays with a microbatch axis stand in a tuple or a dict.)
+        one structure. (Put several arrays with a microbatch axis into a tuple or a dict.)
       schedule: a schedule of the `scheduler` package, for instance `scheduler.OneFOneB(4)`; or its name, `"1f1b"`: then
-        the groups of the mesh and the marks say for how many stages; or None.
+        the groups of the mesh and the marks determine the number of stages; or None.
       axis: the microbatch axis of every leaf of `xs`.
       operation: `Add` (the default: the sum), `Mean`, `Max`, `Min` or `Concat`, an instance such as `Concat(axis=1)`, a
-        subclass of `mpmd.Operation`, or a pytree prefix of those for the outputs of `fun`.
+        subclass of `mpmd.Operation`, or a pytree prefix of these for the outputs of `fun`.
       cuts: for a model with `mark_layer_end`, how many layers each stage gets, one number for each stage of the
-        schedule. Layer k ends with the k-th mark; what precedes the first layer belongs to the first stage, what
-        follows the last one to the last stage. With n marks the numbers add up to n (a last 0: the last stage begins
-        behind the last mark), or to n + 1 if the last layer has no mark. None: chosen by cost and memory.
-      weights: for `Mean`, from a microbatch to its weight, a scalar such as its number of tokens: the outputs are
+        schedule. Layer k ends with the k-th mark; code before the first layer belongs to the first stage, code after
+        the last one to the last stage. With n marks the numbers add up to n (a last 0: the last stage begins behind
+        the last mark), or to n + 1 if the last layer has no mark. None: chosen by cost and memory.
+      weights: for `Mean`, maps a microbatch to its weight, a scalar such as its number of tokens: the outputs are
         multiplied by it, summed, and divided by the sum of all weights. None: microbatches count alike.
 
     Returns:
       The outputs of `fun`, reduced over the microbatches in order, in their own dtypes.
 
     Raises:
-      StageError: if the leaves of `xs` differ in their number of microbatches, or have no such axis; of a list, if the
-        microbatches have several structures, or `fun` returns other shapes for some of them.
+      StageError: if the leaves of `xs` differ in their number of microbatches, or have no such axis; for a list, if the
+        microbatches have several structures, or `fun` returns different shapes for some of them.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mpmd
@@ -162,7 +162,7 @@ def _treduce_list(
     cuts: Sequence[int] | None,
     weights: Callable | None,
 ) -> PyTree:
-    """`treduce` of a list: a loop for one microbatch that stands for all where the step is made a pipeline."""
+    """`treduce` for a list: in a pipelined step, a loop over one microbatch that stands for all."""
     if axis != 0:
         raise StageError(f"treduce: axis is {axis!r}, and xs is a list, whose entries are whole microbatches.")
 
@@ -198,9 +198,9 @@ def _treduce_list(
 
 
 def _whole(x: jax.Array, index: jax.Array) -> jax.Array:
-    """All of a microbatch's array, as a slice that begins at the index: what depends on it is not made before the loop.
+    """Returns a microbatch's whole array as a slice at the index, so that its readers are not hoisted out of the loop.
 
-    XLA drops such a slice: it begins at 0, wherever it is said to begin.
+    XLA drops such a slice: it begins at 0, whatever index is given.
     """
     if not x.ndim:
         return lax.squeeze(_whole(lax.expand_dims(x, (0,)), index), (0,))
@@ -208,8 +208,8 @@ def _whole(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _plain_list(fun: Callable, xs: list, operation: PyTree, weights: Callable | None) -> PyTree:
-    """The plain loop over a list; `fun` is traced once for each distinct shape."""
-    # In a pipelined step the number belongs to the call: here, too, XLA must not divide by a constant.
+    """Runs the plain loop over a list; `fun` is traced once for each distinct shape."""
+    # A pipelined step gets the number with each call: here, too, XLA must not divide by a constant.
     means = Means(fun, operation, weights, lax.optimization_barrier(jnp.int32(len(xs))))
     runs: dict[tuple, Callable] = {}
     first: list = []
@@ -229,9 +229,9 @@ def _plain_list(fun: Callable, xs: list, operation: PyTree, weights: Callable | 
 
 
 def _run_of(means: Means, leaves: list, treedef: TreeDef) -> tuple[Callable, list]:
-    """From accumulators to those after a microbatch, traced for the shapes of its leaves, and the types of its outputs.
+    """Returns a function that updates accumulators by one microbatch of these shapes, and the types of its outputs.
 
-    Stage ends mark nothing in it.
+    Stage ends in it have no effect.
     """
 
     def sums(*xs):
@@ -259,9 +259,9 @@ def treduce_i(
     operation: PyTree = Add,
     cuts: Sequence[int] | None = None,
 ) -> PyTree:
-    """`treduce` over the microbatch index: runs `fun(i)` for i = 0 … n-1 (an int32 scalar) and reduces.
+    """Runs `fun(i)` for i = 0 … n-1 (an int32 scalar) and reduces: `treduce` over the microbatch index.
 
-    Args, Returns, Raises: as `treduce`; `n` is the number of microbatches.
+    Args, Returns, Raises: as in `treduce`; `n` is the number of microbatches.
 
     Examples:
       >>> import jax.numpy as jnp, mpmd
@@ -288,10 +288,10 @@ def _treduce(
     doubt: str | None = None,
     of: Microbatches | None = None,
 ) -> PyTree:
-    """Traces `take(index)` once and binds the loop; values it closes over become operands.
+    """Traces `take(index)` once and binds the loop; values that it closes over become operands.
 
     Args:
-      of: the list that it is a loop over.
+      of: the list that the loop runs over.
     """
     if schedule is not None:
         _check_schedule(schedule, name)
@@ -325,8 +325,8 @@ def _treduce(
 
 
 def _with_own_constants(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
-    """A loop's body that holds NumPy's constants which it captured (masks, positions): they may be others for other
-    shapes. Arrays of JAX were made outside of the step, so they are the same for all.
+    """Returns a loop's body that contains the NumPy constants that it captured (masks, positions): they may differ for
+    other shapes. JAX arrays were made outside of the step, so they are the same for all shapes.
     """
     own, rest = {}, []
     for v, c in zip(body.jaxpr.constvars, body.consts, strict=True):
@@ -341,8 +341,8 @@ def _with_own_constants(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
 
 
 def _varying(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
-    """A loop's body in which each output depends on the index: what is the same for all microbatches of one shape, such
-    as its number of tokens, is another for those of another shape.
+    """Returns a loop's body in which each output depends on the index. An output that is the same for all microbatches
+    of one shape, such as their number of tokens, may differ for another shape.
     """
     (index,) = body.jaxpr.invars
     moving = {index}
@@ -367,7 +367,7 @@ def _updated(
 
 
 def _without_outer_refs(body: compat.ClosedJaxpr, name: str) -> compat.ClosedJaxpr:
-    """Refuses a loop that reads or writes a ref of its surroundings: microbatches would depend on each other."""
+    """Refuses a loop that reads or writes a ref from outside: microbatches would depend on each other."""
     for v in body.jaxpr.constvars:
         if compat.is_ref(v.aval):
             user = next((e for e in body.jaxpr.eqns if v in e.invars), None)
@@ -381,7 +381,7 @@ def _without_outer_refs(body: compat.ClosedJaxpr, name: str) -> compat.ClosedJax
 
 
 def _eager_loop(take: Callable, num_microbatches: int, operation: PyTree, name: str) -> PyTree:
-    """The loop under `jax.disable_jit`: `take` sees the values of each microbatch in turn."""
+    """Runs the loop under `jax.disable_jit`: `take` sees the values of each microbatch in turn."""
     accs: list = []
     operations: tuple = ()
     tree: TreeDef = None
@@ -421,7 +421,7 @@ def _check_schedule(schedule: object, name: str) -> None:
         except ValueError as e:
             raise StageError(f"{name}: {e}") from None
     elif isinstance(schedule, Adaptive):
-        pass  # it has checked itself; of a name, the marks will say how many stages it has
+        pass  # it has checked itself; for a name, the marks determine the number of stages
     elif isinstance(schedule, type) or not (hasattr(schedule, "orders") and hasattr(schedule, "placement")):
         raise StageError(
             f"{name}: schedule is {schedule!r}. Pass a schedule such as scheduler.OneFOneB(num_stages), a name such as"
@@ -430,7 +430,7 @@ def _check_schedule(schedule: object, name: str) -> None:
 
 
 def _checked_cuts(cuts: object, schedule: Any, name: str) -> tuple[int, ...] | None:
-    """The user's cuts as a tuple, if they can be cuts of a model at all; its marks are not known yet."""
+    """Returns the user's cuts as a tuple, if they can be cuts of any model; the marks are not known yet."""
     if cuts is None:
         return None
     what = f"{name}: cuts is {cuts!r:.80}"
@@ -452,7 +452,7 @@ def _checked_cuts(cuts: object, schedule: Any, name: str) -> tuple[int, ...] | N
 
 
 def scan_loop(*consts: jax.Array, jaxpr: compat.ClosedJaxpr, info: LoopInfo) -> list[jax.Array]:
-    """The loop as plain JAX: what pipelined runs are compared with."""
+    """Runs the loop as plain JAX: the reference for pipelined runs."""
     run = compat.jaxpr_as_fun(jaxpr)
     return _reduced(lambda index: run(*consts, index), info.operations, jaxpr.out_avals, info.num_microbatches)
 
@@ -460,7 +460,7 @@ def scan_loop(*consts: jax.Array, jaxpr: compat.ClosedJaxpr, info: LoopInfo) -> 
 def _reduced(
     run: Callable, operations: Sequence[Operation], out_avals: Sequence[compat.Aval], n: int
 ) -> list[jax.Array]:
-    """The reduced outputs of `run(index)`, which have the types `out_avals`."""
+    """Returns the reduced outputs of `run(index)`, which have the types `out_avals`."""
 
     def body(accs, index):
         return [op.update(acc, x, index) for op, acc, x in zip(operations, accs, run(index), strict=True)], None
@@ -471,7 +471,7 @@ def _reduced(
 
 
 def _treduce_abstract_eval(*avals: compat.Aval, jaxpr: compat.ClosedJaxpr, info: LoopInfo):
-    """Types follow from those of the body's outputs: each kind is reduced once, and the body not traced again."""
+    """Derives the types from the body's outputs: each kind is reduced once, and the body is not traced again."""
     kinds = [(id(op), aval) for op, aval in zip(info.operations, jaxpr.out_avals, strict=True)]
     distinct = dict(zip(kinds, zip(info.operations, jaxpr.out_avals, strict=True), strict=True))
     operations, out_avals = [op for op, _ in distinct.values()], [aval for _, aval in distinct.values()]
@@ -501,7 +501,7 @@ def _treduce_batch(args: Sequence[jax.Array], dims: Sequence[int | None], *, jax
 
 
 def _treduce_without_unused(used: Sequence[bool], eqn: compat.JaxprEqn) -> tuple[list[bool], compat.JaxprEqn | None]:
-    """A loop whose unused results are dropped: no task computes, sends or sums them."""
+    """Drops the unused results of a loop: no task computes, sends or sums them."""
     if not any(used) and not eqn.effects:
         return [False] * len(eqn.invars), None
     outvars = [v if u else compat.DropVar(v.aval) for v, u in zip(eqn.outvars, used, strict=True)]
