@@ -1,1 +1,1 @@
-"""From a step's equations and a target's data sheet to operations, bytes, collectives and their seconds."""
+"""From a step's equations and a target's data sheet to operations, bytes, collectives and their durations."""

@@ -1,4 +1,4 @@
-"""The collectives that XLA put into a program: kind, bytes, devices, hosts, and how often a loop repeats them."""
+"""The collectives that XLA put into a program: kind, bytes, devices, hosts, and repetitions in loops."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ _KINDS = (
 )  # fmt: skip
 _NAME = re.compile(r"\s*(?:ROOT )?%(?P<name>[\w.-]+) = ")
 _INSTRUCTION = re.compile(rf"= (?P<type>.*?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
-# An order of the devices stands in it where it is not that of their numbers.
+# It contains the order of the devices if this differs from the order of their numbers.
 _MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[(?P<sizes>[^\]]*)\]"
     r"(?:, device_ids=\((?:\[(?P<iota>[\d,]+)\](?:T\((?P<turned>[\d,]+)\))?|(?P<places>[\d,]+))\))?"
@@ -28,13 +28,13 @@ class Collective:
     """One collective of a program.
 
     Attributes:
-      kind: as XLA calls it.
+      kind: XLA's name for it.
       nbytes: of its result, on each device.
-      num_devices: that take part in each group of it.
-      num_hosts: in which these devices are (or domains of links, where those are larger).
+      num_devices: in each of its groups.
+      num_hosts: the number of hosts of these devices (or of link domains, if those are larger).
       times: how often a call of the program runs it.
-      is_async: whether other work may go on meanwhile.
-      is_hidden: whether matrix products do: XLA has put some between its start and its end.
+      is_async: whether other work may run meanwhile.
+      is_hidden: whether matrix products run meanwhile: XLA has put some between its start and its end.
     """
 
     kind: str
@@ -47,15 +47,15 @@ class Collective:
 
 
 def collectives_of(hlo: str, num_devices: int, hosts: Sequence[int] | None = None) -> list[Collective]:
-    """The collectives of a compiled program, from its text.
+    """Returns the collectives of a compiled program, from its text.
 
     Args:
-      hlo: the optimized module, as `jax.stages.Compiled.as_text()` gives it; several where it runs as several.
-      num_devices: of the program, where an instruction says "all".
-      hosts: the host of each device, in the program's order; None: all are in one.
+      hlo: the optimized module, as from `jax.stages.Compiled.as_text()`; several for a program that runs as several.
+      num_devices: of the program, for instructions that say "all".
+      hosts: the host of each device, in the program's order; None: all devices are in one.
 
     Raises:
-      ValueError: the program is one of another number of devices.
+      ValueError: the program is for another number of devices.
     """
     of = np.zeros(num_devices, int) if hosts is None else np.array(hosts)
     return [c for entry, bodies in hlo_text.modules(hlo) for c in _walk(entry, bodies, 1, of)]
@@ -83,7 +83,7 @@ def _walk(name: str, bodies: hlo_text.Bodies, times: int, hosts: np.ndarray) -> 
 
 
 def _is_hidden(lines: Sequence[str], bodies: hlo_text.Bodies) -> bool:
-    """Whether a matrix product stands between the start of a collective, the first line, and its end."""
+    """Returns whether a matrix product stands between the start of a collective, the first line, and its end."""
     match = _NAME.match(lines[0])
     end = f"-done(%{match['name']})" if match else ""
     for line in lines[1:]:
@@ -97,18 +97,18 @@ def _is_hidden(lines: Sequence[str], bodies: hlo_text.Bodies) -> bool:
 
 
 def _nbytes(text: str, kind: str, is_start: bool) -> int:
-    """Bytes of a type. The start of some collectives gives a pair of operand and result: the result counts."""
+    """Returns the bytes of a type. The start of some collectives has an operand and a result: the result counts."""
     sizes = hlo_text.sizes_of(text)
-    is_pair = text.startswith("(" if kind != "all-reduce" else "((")  # of an all-reduce only since JAX 0.11
+    is_pair = text.startswith("(" if kind != "all-reduce" else "((")  # for all-reduce only since JAX 0.11
     if is_start and is_pair:
         sizes = sizes[len(sizes) // 2 :] if kind != "collective-permute" else sizes[1:2]
     return sum(sizes)
 
 
 def _members(line: str, num_devices: int) -> Sequence[np.ndarray]:
-    """The devices of each group that exchange with each other, in each of the ways in which XLA writes it.
+    """Returns the devices of each group that exchange with each other, in any of XLA's notations.
 
-    Of each group shape (devices,), int: their places in the program.
+    Each group is an int array of shape (devices,): their positions in the program.
     """
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
         return list(_turned(num_devices, match[3], match[4]).reshape(int(match[1]), int(match[2])))
@@ -130,14 +130,14 @@ def _members(line: str, num_devices: int) -> Sequence[np.ndarray]:
 
 
 def _turned(num_devices: int, shape: str, order: str | None) -> np.ndarray:
-    """The numbers of all devices as an array of this shape, its axes in another order."""
+    """Returns the numbers of all devices as an array of this shape, with its axes in another order."""
     sizes = _numbers(shape)
     grid = _checked(np.arange(math.prod(sizes)), math.prod(sizes), num_devices).reshape(sizes)
     return grid.transpose(_numbers(order)) if order else grid
 
 
 def _checked(members: np.ndarray, count: int, num_devices: int) -> np.ndarray:
-    """These devices, of a program of `count`."""
+    """Returns these devices after a check that the program has `count` of them."""
     if count != num_devices:
         raise ValueError(
             f"collectives_of: num_devices is {num_devices}, but a collective of the program is among {count} devices.\n"
@@ -147,7 +147,7 @@ def _checked(members: np.ndarray, count: int, num_devices: int) -> np.ndarray:
 
 
 def _num_hosts(line: str, members: Sequence[np.ndarray], hosts: np.ndarray) -> int:
-    """In how many hosts the devices of a group are, at most."""
+    """Returns the largest number of hosts over which the devices of a group are spread."""
     if match := re.search(r"source_target_pairs=\{([\d,{}]*)\}", line):
         pairs = hosts[np.array(_numbers(match[1].replace("{", "").replace("}", "")), int).reshape(-1, 2)]
         return 1 + int((pairs[:, 0] != pairs[:, 1]).any())

@@ -1,4 +1,4 @@
-"""How fast the devices of a mesh are and how much memory they have, for comparing cuts before anything has run."""
+"""The speed and the memory of the devices of a mesh, to compare cuts before anything has run."""
 
 import collections
 import dataclasses
@@ -8,8 +8,8 @@ from mpmd.arrays.mesh import MpmdMesh, is_local
 from mpmd.arrays.targets import GB, TB, Target
 from mpmd.costs.machine import Machine
 
-# A device without a data sheet (a CPU, say): operations and bytes in the proportion of a common processor. Only the
-# proportion matters for the choice of a cut.
+# A device without a data sheet (a CPU, say): operations and bytes in the ratio of a common processor. Only the ratio
+# matters for the choice of a cut.
 _UNKNOWN = Target(
     "unknown", "a device without a data sheet", "cpu", 1 << 60, 20 * GB, 0.2 * TB, 0.2 * TB, 2 * GB, 1 * GB
 )
@@ -23,27 +23,27 @@ _WORK_ALONE = Machine(
 
 
 def machine_for_cuts(mesh: MpmdMesh) -> Machine:
-    """The machine by which cuts are compared. Without a data sheet its transfers and starts of tasks take no time: a
-    small model on a CPU is cut like a large one of the same shape.
+    """Returns the machine by which cuts are compared. Without a data sheet, its transfers and program starts take no
+    time: then a small model on a CPU is cut like a large one of the same shape.
     """
     machine = machine_of(mesh)
     return _WORK_ALONE if is_unknown(machine) else machine
 
 
 def machine_of(mesh: MpmdMesh) -> Machine:
-    """The data sheet of the devices, or that of none in particular."""
+    """Returns the machine of the devices' data sheet, or the default one."""
     device = mesh.groups[0].devices.flat[0]
     target = mesh.target or next((t for t in Target.known.values() if t.description == device.device_kind), None)
     return Machine(_UNKNOWN) if target is None else Machine(target)
 
 
 def is_unknown(machine: Machine) -> bool:
-    """Whether there is no data sheet of these devices."""
+    """Returns whether these devices have no data sheet."""
     return machine.target.name == _UNKNOWN.name
 
 
 def memory_limit(mesh: MpmdMesh, machine: Machine) -> float | None:
-    """Bytes that a group may use on each of its devices, which it may share with others; None where nobody knows."""
+    """Returns the bytes that a group may use on each of its devices, which it may share; None if they are not known."""
     if mesh.is_described:
         return None if is_unknown(machine) else float(machine.usable_nbytes)
     groups = [mesh.groups[g].devices.flat for g in mesh.local_groups]

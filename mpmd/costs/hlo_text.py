@@ -1,10 +1,10 @@
-"""The text of a compiled program, taken apart: its computations, and how often each of them runs."""
+"""Parses the text of a compiled program: its computations, and how often each of them runs."""
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-# The lines of each computation of a module, by its name; "" has the name of the one that runs first.
+# The lines of each computation of a module, by its name; "" holds the name of the computation that runs first.
 Bodies = Mapping[str, Sequence[str]]
 
 # An instruction that does a matrix product, or cuDNN's attention.
@@ -21,7 +21,7 @@ _BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4}
 
 
 def modules(hlo: str) -> Iterable[tuple[str, Bodies]]:
-    """The modules of a program that runs as several: the name of the computation that runs first, and all of them."""
+    """Returns the modules of a program that runs as several: the name of the first computation, and all of them."""
     for module in _MODULE.split(hlo):
         bodies: dict[str, list[str]] = {}
         entry, current = "", ""
@@ -36,23 +36,23 @@ def modules(hlo: str) -> Iterable[tuple[str, Bodies]]:
 
 
 def num_trips(line: str) -> int:
-    """How often a `while` runs its body; 1 where XLA does not say."""
+    """Returns how often a `while` runs its body; 1 if XLA does not say."""
     trips = _TRIPS.search(line)
     return int(trips[1]) if trips else 1
 
 
 def called_by(line: str) -> list[str]:
-    """The computations that an instruction calls, but for the body of a `while`."""
+    """Returns the computations that an instruction calls, except the body of a `while`."""
     return [
         name for one, several in _CALLED.findall(line) for name in (one, *re.findall(r"%([\w.-]+)", several)) if name
     ]
 
 
 def sizes_of(text: str) -> list[int]:
-    """Bytes of each array of a type."""
+    """Returns the bytes of each array of a type."""
     found = []
     for dtype, shape in _ARRAY.findall(text):
         digits = re.search(r"\d+", dtype)
-        bits = _BITS.get(dtype) or (int(digits[0]) if digits else 0)  # token, opaque: nothing in memory
+        bits = _BITS.get(dtype) or (int(digits[0]) if digits else 0)  # token, opaque: no memory
         found.append(math.prod(int(n) for n in shape.split(",") if n) * bits // 8)
     return found

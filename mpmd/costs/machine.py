@@ -1,4 +1,4 @@
-"""A cluster as a plan sees it: how long work, collectives and transfers take, by a roofline with its constants."""
+"""A cluster as a plan sees it: durations of work, collectives and transfers, by a roofline with its constants."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from scheduler.base.texts import in_bytes
 # The part of a device's memory that JAX's allocator takes by default, and the most that leaves room for NCCL and cuDNN.
 _TAKEN = {"cuda": 0.75, "tpu": 0.98}
 _MOST = 0.93
-# Bytes that each device sends, by the size of the result on a device, among n devices (ring algorithms).
+# Bytes that each device sends, from the bytes of the result on a device, among n devices (ring algorithms).
 _SENT = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
@@ -31,13 +31,13 @@ class Machine:
 
     Attributes:
       target: the data sheet.
-      devices_per_host: neighbours that reach each other by `target.link_bandwidth`.
-      matrix_efficiency, memory_efficiency, link_efficiency: the part of the peak that good kernels reach. The first one
-        is None for what was measured of the target.
-      attention_efficiency: of cuDNN's attention, which reaches no more than other products; None likewise.
+      devices_per_host: the number of neighbours that reach each other by `target.link_bandwidth`.
+      matrix_efficiency, memory_efficiency, link_efficiency: the part of the peak that good kernels reach. None for the
+        first one uses the measurement in the target.
+      attention_efficiency: of cuDNN's attention, at most that of other products; None likewise.
       latency_s: of each transfer and collective.
       launch_s: of each program.
-      memory_fraction: the part of a device's memory that JAX's allocator takes. None: what it takes by default.
+      memory_fraction: the part of a device's memory that JAX's allocator takes. None: its default.
     """
 
     target: Target
@@ -90,7 +90,7 @@ class Machine:
 
     @property
     def more_memory(self) -> str | None:
-        """How to give a step more of the memory that a device has; None where it has all."""
+        """How to give a step more of a device's memory; None if it has all of it."""
         if self.target.platform != "cuda" or self.taken_fraction >= _MOST:
             return None
         return (
@@ -101,22 +101,22 @@ class Machine:
 
     @property
     def num_near(self) -> int:
-        """How many devices reach each other by links, in a host or beyond."""
+        """The number of devices that reach each other by links, in a host or beyond."""
         return max(self.devices_per_host, self.target.devices_per_link_domain)
 
     def bandwidth(self, is_near: bool) -> float:
-        """Bytes a second that a device sends, to neighbours or to other hosts."""
+        """Returns the bytes per second that a device sends, to neighbours or to other hosts."""
         peak = self.target.link_bandwidth if is_near else self.target.network_bandwidth
         return peak * self.link_efficiency
 
     def compute_s(self, works: Iterable[Work], num_devices: int) -> float:
-        """Seconds of a program without its collectives, evenly divided among devices: each of `works` takes as long as
-        its products or its memory traffic, and they run one after the other. So parts of a program add up to the whole.
+        """Returns the seconds of a program without its collectives, evenly divided among devices: each of `works` takes
+        as long as its products or its memory traffic, one after the other. So the times of parts add up to the whole.
         """
         return self.launch_s + self.work_s(works, num_devices)
 
     def work_s(self, works: Iterable[Work], num_devices: int) -> float:
-        """As `compute_s`, without the start of the program."""
+        """Returns the seconds of work without the start of a program. Otherwise like `compute_s`."""
         return sum(map(self._seconds, works)) / num_devices
 
     def _seconds(self, work: Work) -> float:
@@ -128,11 +128,11 @@ class Machine:
         return max(products + attention, self.memory_s(work.nbytes))
 
     def memory_s(self, nbytes: float) -> float:
-        """Seconds in which a device reads or writes so many bytes of its memory."""
+        """Returns the seconds in which a device reads or writes this many bytes of its memory."""
         return nbytes / (self.target.memory_bandwidth * self.memory_efficiency)
 
     def collective_s(self, collective: Collective) -> float:
-        """Seconds of a collective, all its repetitions."""
+        """Returns the seconds of a collective with all its repetitions."""
         n, hosts, kind = collective.num_devices, collective.num_hosts, collective.kind
         if n < 2:
             return 0.0
@@ -148,26 +148,26 @@ class Machine:
         return collective.times * seconds
 
     def waiting_s(self, collectives: Iterable[Collective], compute_s: float) -> float:
-        """Seconds of the collectives of a program that computes for `compute_s`, beside which hidden ones go on."""
+        """Returns the seconds of the collectives of a program beyond `compute_s`, its computation, which hides some."""
         seconds = {True: 0.0, False: 0.0}
         for collective in collectives:
             seconds[collective.is_hidden] += self.collective_s(collective)
         return seconds[False] + max(0.0, seconds[True] - compute_s)
 
     def ring_bandwidth(self, num_devices: int, num_hosts: int) -> float:
-        """Bytes a second that each device of a ring sends: of several rings, each leaves a host by another network
-        card, of which each device has one. So two hosts are as near to each other as all of their cards together.
+        """Returns the bytes per second that each device of a ring sends. Several rings leave a host by different
+        network cards, and each device has one. So the bandwidth between two hosts is that of all their cards together.
         """
         if num_hosts == 1:
             return self.bandwidth(True)
         return min(self.bandwidth(True), num_devices // num_hosts * self.bandwidth(False))
 
     def transfer_s(self, nbytes: float, is_near: bool) -> float:
-        """Seconds until a value, of which a device has so many bytes, has reached another group."""
+        """Returns the seconds until a value, with this many bytes on a device, has reached another group."""
         return self.latency_s + nbytes / self.bandwidth(is_near)
 
     def between_s(self, nbytes: float, *groups: Mesh) -> float:
-        """As `transfer_s`, for a value that goes from one of these groups to the other."""
+        """Returns the seconds for a value to go from one of these groups to the other. Otherwise like `transfer_s`."""
         hosts = {d.id // self.num_near for mesh in groups for d in mesh.devices.flat}
         return self.transfer_s(nbytes, len(hosts) == 1)
 

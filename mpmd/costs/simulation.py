@@ -1,4 +1,4 @@
-"""A whole step on a clock: every run, call and transfer of its program, with the time that each takes."""
+"""A whole step on a clock: every run, call and transfer of its program, with its duration."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from scheduler.engine import blocked, run_until_blocked
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedStep:
-    """When everything of a step runs.
+    """The times of everything in a step.
 
     Attributes:
-      ran: what each group runs of loops, with its start and end: group by group, in order.
-      seconds: from the start of the step to the end of all that it does.
-      busy: of each group, seconds in which it computes.
-      exposed: of each group, seconds in which it waits for a value that is under way already.
+      ran: the runs of loops in each group, with start and end: group by group, in order.
+      seconds: from the start of the step to the end of all its work.
+      busy: for each group, the seconds in which it computes.
+      exposed: for each group, the seconds in which it waits for a value that is already on its way.
     """
 
     ran: tuple[tuple[int, Run, float, float], ...]
@@ -29,11 +29,11 @@ class SimulatedStep:
         return 1.0 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
     def runs(self, loop: int) -> list[tuple[int, tuple[Task, ...], float, float]]:
-        """What ran of a loop, as `timeline_of` takes it: group, tasks, start and end."""
+        """Returns the runs of a loop in the form for `timeline_of`: group, tasks, start and end."""
         return [(group, run.tasks, start, end) for group, run, start, end in self.ran if run.loop == loop]
 
     def seconds_of(self, loop: int) -> float:
-        """From the start of a loop's first task to the end of its last one."""
+        """Returns the seconds from the start of a loop's first task to the end of its last one."""
         runs = self.runs(loop)
         return max((end for *_, end in runs), default=0.0) - min((start for _, _, start, _ in runs), default=0.0)
 
@@ -45,8 +45,8 @@ def simulate_program(
 ) -> SimulatedStep:
     """Runs a program on a clock.
 
-    Each group does its instructions in order. A send starts when its value is there, takes nothing of the group's time,
-    and waits for the sends before it between the same two groups. What reads a received value waits until it is there.
+    Each group runs its instructions in order. A send starts when its value is ready, takes none of the group's time,
+    and waits for the earlier sends between the same two groups. Readers of a received value wait until it has arrived.
 
     Args:
       duration: seconds of a `Run` or `Call` of a group.
@@ -54,7 +54,7 @@ def simulate_program(
     """
     groups = program.groups
     clock, busy, exposed = ([0.0] * len(groups) for _ in range(3))
-    ready: list[dict[Value, float]] = [{} for _ in groups]  # when a value is there
+    ready: list[dict[Value, float]] = [{} for _ in groups]  # when a value is ready
     sent: list[dict[Value, float]] = [{} for _ in groups]  # when a received value left its sender
     on_the_way: dict[tuple[Value, int, int], tuple[float, float]] = {}
     link_free: dict[tuple[int, int], float] = {}

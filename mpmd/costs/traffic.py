@@ -1,7 +1,7 @@
-"""What the kernels of a compiled program read and write between its matrix products, from its text.
+"""The bytes that the kernels of a compiled program read and write between its matrix products, from its text.
 
 XLA fuses elementwise work into few kernels, but not into one: a softmax reads its operand for the maximum, for the sum
-and for its result, and a product reads an operand that a kernel before it has written. The equations do not say it.
+and for its result, and a product reads an operand that an earlier kernel has written. The equations do not show this.
 """
 
 import dataclasses
@@ -12,13 +12,13 @@ from mpmd.costs import hlo_text
 
 _INSTRUCTION = re.compile(r"\s*(?P<root>ROOT )?%(?P<name>[\w.-]+) = (?P<type>.*?) (?P<kind>[\w-]+)\((?P<rest>.*)")
 _NAMES = re.compile(r"%([\w.-]+)")
-# Of these, nothing is moved, or it is counted elsewhere: products, kernels of Pallas and of libraries, collectives.
+# These move no data, or are counted elsewhere: products, kernels of Pallas and of libraries, collectives.
 _FREE = {
     "after-all", "add-dependency", "bitcast", "call", "conditional", "constant", "custom-call", "convolution", "dot",
     "get-tuple-element", "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple", "while",
 }  # fmt: skip
 _COLLECTIVE = re.compile(r"(?:all|collective|reduce-scatter|ragged|send|recv|copy-start|copy-done|async)")
-_OF_A_PART = ("dynamic-slice", "gather", "slice")  # read no more of their first operand than they give
+_OF_A_PART = ("dynamic-slice", "gather", "slice")  # read no more of their first operand than the size of their result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +32,16 @@ class _Instruction:
 
 
 def traffic_of(hlo: str) -> int:
-    """Bytes that a device reads and writes in a call of a program, but for products, attention and Pallas' kernels.
+    """Returns the bytes that a device moves in a call of a program, without products, attention and Pallas kernels.
 
     Args:
-      hlo: the optimized module, as `jax.stages.Compiled.as_text()` gives it; several where it runs as several.
+      hlo: the optimized module, as from `jax.stages.Compiled.as_text()`; several for a program that runs as several.
     """
     return sum(_moved(entry, bodies) for entry, bodies in hlo_text.modules(hlo))
 
 
 def _moved(name: str, bodies: hlo_text.Bodies) -> int:
-    """Bytes of a computation, with those that it calls."""
+    """Returns the bytes of a computation, with the computations that it calls."""
     instructions = _instructions(bodies.get(name, ()))
     sizes = {i.name: i.nbytes for i in instructions}
     found = 0
@@ -61,11 +61,11 @@ def _moved(name: str, bodies: hlo_text.Bodies) -> int:
 
 
 def _of_kernel(instructions: Sequence[_Instruction]) -> int:
-    """Bytes of one kernel: its parameters once, as far as it reads them, and its results."""
+    """Returns the bytes of one kernel: its parameters once, as far as it reads them, and its results."""
     by_name = {i.name: i for i in instructions}
 
     def read(name: str, nbytes: int) -> int:
-        """Bytes that the kernel reads of a value that is in memory."""
+        """Returns the bytes that the kernel reads of a value in memory."""
         users = [i for i in instructions if name in i.operands]
         parts = [
             read(i.name, nbytes)

@@ -1,8 +1,8 @@
 """Counts the operations and bytes of a program in its equations, for devices whose compiler reports nothing.
 
-Products and convolutions count two operations for each multiply-add, everything else one for each element that it
-makes or reduces. Bytes are those of large operations, and of those arguments and results of the program that no large
-operation reads or writes: elementwise work is taken to be fused into what is beside it.
+Products and convolutions count two operations for each multiply-add, everything else one for each element that it makes
+or reduces. Bytes are counted for large operations, and for arguments and results of the program that no large operation
+reads or writes: elementwise work is assumed to be fused with its neighbours.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ class Work:
     """Operations and bytes of a program, over all devices of its group.
 
     Attributes:
-      products: operations of matrix products and convolutions, which matrix units do.
+      products: operations of matrix products and convolutions, on matrix units.
       other: all other operations.
       nbytes: read from and written to device memory.
       float32: the part of `products` whose operands are float32 or wider.
       float8: the part of `products` whose operands both have eight bits.
-      recomputed: the part of `products` that `jax.checkpoint` does a second time, for the backward pass.
-      attention: the part of `products` that cuDNN's attention does, between whose products there is other work.
-      between: the part of `nbytes` that is neither of products nor of kernels. XLA's text tells more (`traffic_of`).
+      recomputed: the part of `products` that `jax.checkpoint` repeats for the backward pass.
+      attention: the part of `products` in cuDNN's attention, which has other work between its products.
+      between: the part of `nbytes` that belongs to no product or kernel. XLA's text is more exact (`traffic_of`).
     """
 
     products: float = 0.0
@@ -48,18 +48,18 @@ class Work:
         return Work(*(a + b for a, b in pairs))
 
     def times(self, count: float) -> "Work":
-        """This work, done `count` times."""
+        """Returns this work, repeated `count` times."""
         return Work(*(x * count for x in dataclasses.astuple(self)))
 
 
 def work_of(jaxpr: compat.Jaxpr) -> Work:
-    """The work of a whole program."""
+    """Returns the work of a whole program."""
     return sum(works_of_program(jaxpr.eqns, [*jaxpr.invars, *jaxpr.outvars]), Work())
 
 
 def works_of_program(eqns: Sequence[compat.JaxprEqn], edges: Sequence[Atom]) -> list[Work]:
-    """The work of each equation of a program, and the bytes of `edges`, its arguments and results, that no large
-    operation reads or writes: elementwise work does.
+    """Returns the work of each equation of a program, and the bytes of those `edges`, its arguments and results, that
+    only elementwise work reads or writes.
     """
     moved = {v for eqn in eqns if _is_moving(eqn) for v in (*equations.variables(eqn.invars), *eqn.outvars)}
     nbytes = sum(equations.nbytes(v.aval) for v in equations.variables(edges) if v not in moved)
@@ -67,10 +67,10 @@ def works_of_program(eqns: Sequence[compat.JaxprEqn], edges: Sequence[Atom]) -> 
 
 
 def works(eqns: Iterable[compat.JaxprEqn], fused: dict[Atom, int] | None = None) -> list[Work]:
-    """The work of each equation, and of those in it: what a device does one after the other.
+    """Returns the work of each equation, and of the equations inside it, which a device does one after the other.
 
     Args:
-      fused: bytes that are read for a value that elementwise work makes, and nobody stores. Those of `eqns` are added.
+      fused: the bytes read to make a value of elementwise work, which is not stored. Entries for `eqns` are added.
     """
     fused = {} if fused is None else fused
     found: list[Work] = []
@@ -94,9 +94,9 @@ def works(eqns: Iterable[compat.JaxprEqn], fused: dict[Atom, int] | None = None)
 
 
 def _work_of_kernel(eqn: compat.JaxprEqn) -> Work:
-    """The work of a Pallas kernel: what its author states; else its body for each step of the grid, and each operand
-    and result once from or to device memory. Steps that the kernel leaves out count, and so does a grid of unknown size
-    as one step.
+    """Returns the work of a Pallas kernel: as its author states it; else its body for each step of the grid, and each
+    operand and result once from or to device memory. Steps that the kernel skips count too; a grid of unknown size
+    counts as one step.
     """
     steps, stated = compat.kernel_grid(eqn.params)
     body = sum(works(eqn.params["jaxpr"].eqns), Work()).times(steps)
@@ -110,7 +110,7 @@ def _work_of_kernel(eqn: compat.JaxprEqn) -> Work:
 
 
 def _works_inside(eqn: compat.JaxprEqn, jaxpr: compat.Jaxpr, fused: dict[Atom, int]) -> list[Work]:
-    """The work of an inner jaxpr, once. A call (`jnp.where`, say) is fused with what is around it."""
+    """Returns the work of an inner jaxpr, once. A call (`jnp.where`, say) is fused with its surroundings."""
     if len(jaxpr.invars) != len(eqn.invars) or len(jaxpr.outvars) != len(eqn.outvars) or _times(eqn) > 1:
         return works(jaxpr.eqns)
     inner = {v: _read(x, fused) for v, x in zip(jaxpr.invars, eqn.invars, strict=True)}
@@ -120,24 +120,24 @@ def _works_inside(eqn: compat.JaxprEqn, jaxpr: compat.Jaxpr, fused: dict[Atom, i
 
 
 def _read(v: Atom, fused: Mapping[Atom, int]) -> int:
-    """Bytes that are read for a value."""
+    """Returns the bytes that are read for a value."""
     return 0 if isinstance(v, compat.Literal) else fused.get(v, equations.nbytes(v.aval))
 
 
 def work_of_equation(eqn: compat.JaxprEqn) -> Work:
-    """The work of one equation, with what it holds."""
+    """Returns the work of one equation, with the equations inside it."""
     return sum(works([eqn]), Work())
 
 
 def _times(eqn: compat.JaxprEqn) -> int:
-    """How often all devices together do what an equation holds."""
+    """Returns how often all devices together run the equations inside an equation."""
     if eqn.primitive.name == "shard_map":  # its body is written for one device
         return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
     return eqn.params["length"] if eqn.primitive.name == "scan" else 1
 
 
 def _work_of(eqn: compat.JaxprEqn, fused: Mapping[Atom, int]) -> Work:
-    """The work of an equation that holds no others; a reduction reads what its operand is made of."""
+    """Returns the work of an equation that holds no others; a reduction reads the inputs of its fused operand."""
     name = eqn.primitive.name
     is_reduction = name.startswith(("reduce", "arg", "cum"))
     known = fused if is_reduction else {}
@@ -158,7 +158,7 @@ def _work_of(eqn: compat.JaxprEqn, fused: Mapping[Atom, int]) -> Work:
 
 
 def _is_moving(eqn: compat.JaxprEqn) -> bool:
-    """Whether an equation reads its operands from device memory and writes its results there."""
+    """Returns whether an equation reads its operands from device memory and writes its results there."""
     return equations.is_heavy(eqn) or eqn.primitive.name == "gather" or eqn.primitive.name in _PRODUCTS
 
 
@@ -169,12 +169,12 @@ def _dot_general(eqn: compat.JaxprEqn) -> float:
 
 
 def _scaled_matmul(eqn: compat.JaxprEqn) -> float:
-    """Operands of shape (batch, rows, contracted) and (batch, columns, contracted), by blocks of one scale each."""
+    """Takes operands of shape (batch, rows, contracted) and (batch, columns, contracted), with a scale per block."""
     return 2.0 * equations.size(eqn.outvars[0].aval) * eqn.invars[0].aval.shape[-1]
 
 
 def _ragged_dot(eqn: compat.JaxprEqn) -> float:
-    """Each element of the left operand, by those of the right one that stand in one group, contracted row and batch."""
+    """Counts each left element once for each right element of the same group, contracted row and batch."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     left, right = (v.aval for v in eqn.invars[:2])
@@ -183,7 +183,7 @@ def _ragged_dot(eqn: compat.JaxprEqn) -> float:
 
 
 def _convolution(eqn: compat.JaxprEqn) -> float:
-    """What dilation puts between the elements of the left operand is not multiplied."""
+    """Does not count multiplications by the zeros that dilation puts between elements of the left operand."""
     kernel, numbers = eqn.invars[1].aval, eqn.params["dimension_numbers"]
     features = kernel.shape[numbers.rhs_spec[0]]
     products = 2.0 * equations.size(eqn.outvars[0].aval) * equations.size(kernel) / features
@@ -191,7 +191,7 @@ def _convolution(eqn: compat.JaxprEqn) -> float:
 
 
 def _attention(products: int) -> Callable[[compat.JaxprEqn], float]:
-    """cuDNN's attention, as so many matrix products over the pairs of a query and a key that see each other."""
+    """Counts cuDNN's attention as this many matrix products over the pairs of a query and a key that see each other."""
 
     def count(eqn: compat.JaxprEqn) -> float:
         (*_, size), keys = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape[2 if eqn.params["layout"] else 1]

@@ -51,10 +51,10 @@ class CallArguments:
 
 @dataclasses.dataclass(frozen=True)
 class Hint:
-    """What is known of an argument's (or result's) layout before the step is placed.
+    """What is known of the layout of an argument or result before the step is placed.
 
     Attributes:
-      split_axis, ranges: of a split array, the rows that each group has.
+      split_axis, ranges: for a split array, the rows that each group has.
     """
 
     groups: frozenset[int] | None = None
@@ -64,7 +64,7 @@ class Hint:
 
 
 def leaf_type(x: Any, explicit: Collection[str]) -> tuple[tuple[int, ...], Any, bool, tuple]:
-    """Shape, dtype, weak type and the spec on Explicit axes of one argument."""
+    """Returns the shape, the dtype, the weak type and the spec on Explicit axes of one argument."""
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         _check_is_array("an argument", x)
@@ -81,13 +81,13 @@ def leaf_type(x: Any, explicit: Collection[str]) -> tuple[tuple[int, ...], Any, 
 
 
 def _only(spec: Iterable[str | tuple[str, ...] | None], names: Collection[str]) -> tuple:
-    """The part of a spec on the axes `names`, as a tuple without trailing Nones."""
+    """Returns the part of a spec on the axes `names`, as a tuple without trailing Nones."""
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
     return trimmed([tuple(n for n in entry if n in names) or None for entry in entries])
 
 
 def traced_type(x: object, hint: Hint, mesh: Mesh, mpmd_axis: str | None) -> jax.ShapeDtypeStruct:
-    """The type under which an argument is traced: where the mesh has Explicit axes, with a sharding on it."""
+    """Returns the type under which an argument is traced, with a sharding if the mesh has Explicit axes."""
     shape, dtype, weak, _ = leaf_type(x, frozenset())
     explicit = set(mesh.explicit_axes)
     spec, kind = hint.layout or (PartitionSpec(), None)
@@ -97,7 +97,7 @@ def traced_type(x: object, hint: Hint, mesh: Mesh, mpmd_axis: str | None) -> jax
 
 
 def hint_of(wish: Any, x: Any, mesh: MpmdMesh, name: str, aval: compat.Aval | None = None) -> Hint:
-    """What the user's sharding, or else the argument `x` itself, says of its layout; a result has only its `aval`."""
+    """Returns the layout that the user's sharding, or else the argument `x`, implies; a result has only its `aval`."""
     if isinstance(x, MpmdArray) and wish is None and (x.committed or len(x.mpmd_idxs) == mesh.num_groups):
         wish = x.mpmd_sharding
     if wish is None and (is_plain(x) or isinstance(x, jax.ShapeDtypeStruct)):
@@ -117,7 +117,7 @@ def hint_of(wish: Any, x: Any, mesh: MpmdMesh, name: str, aval: compat.Aval | No
 
 
 def _fitting_hint(sharding: NamedSharding, shape: tuple[int, ...], mesh: MpmdMesh) -> Hint:
-    """What an array's own sharding says of its layout, as far as that fits the groups."""
+    """Returns the layout that an array's own sharding implies, as far as it fits the groups."""
     axes, kind = set(mesh.groups[0].axis_names) - {mesh.mpmd_axis_name}, memory_kind(sharding)
     if set(sharding.mesh.axis_names).isdisjoint(mesh.tracing_mesh().axis_names):
         return Hint()
@@ -128,7 +128,7 @@ def _fitting_hint(sharding: NamedSharding, shape: tuple[int, ...], mesh: MpmdMes
 
 
 def _check_layout_fits(hint: Hint, x: object, mesh: MpmdMesh, name: str) -> None:
-    """A sharding that the user gave must have the rank of the array and divide it, in every group that may hold it."""
+    """Checks that the user's sharding has the array's rank and divides it, in every group that may hold the array."""
     assert hint.layout is not None
     spec, kind = hint.layout
     shape = tuple(getattr(x, "shape", ()))
@@ -144,7 +144,7 @@ def _check_layout_fits(hint: Hint, x: object, mesh: MpmdMesh, name: str) -> None
 
 
 def _wished(wish: object, mesh: MpmdMesh, name: str) -> Hint:
-    """The user's sharding of one argument or result."""
+    """Returns the layout that the user wants for one argument or result."""
     if isinstance(wish, MpmdSharding):
         if wish.mpmd_mesh != mesh:
             raise ValueError(
@@ -173,7 +173,7 @@ def _meshes(other: MpmdMesh, mesh: MpmdMesh) -> str:
 def broadcast(
     shardings: PyTree, tree: TreeDef, what: str, skip: Collection[int] = (), total: int | None = None
 ) -> list[Any]:
-    """A flat list, one sharding per leaf of `tree`, from a pytree prefix."""
+    """Returns a flat list with one sharding per leaf of `tree`, from a pytree prefix."""
     if shardings is None:
         return [None] * tree.num_leaves
     if skip and isinstance(shardings, (tuple, list)) and len(shardings) == total:
@@ -191,7 +191,7 @@ def broadcast(
         for i in jax.tree.leaves(part):
             flat[i] = None if wish is unsaid else wish
 
-    unsaid = object()  # where JAX says what differs, None is no leaf
+    unsaid = object()  # an object, so that JAX's message about a difference treats None as a leaf
     shardings = jax.tree.map(lambda x: unsaid if x is None else x, shardings, is_leaf=is_leaf)
     try:
         jax.tree.map(fill, shardings, full, is_leaf=is_leaf)
@@ -206,7 +206,7 @@ def broadcast(
 
 
 def argument_names(fun: Callable, call: CallArguments) -> list[str]:
-    """`state['w']` rather than `args[0]['w']`, where the step's signature tells."""
+    """Returns names such as `state['w']` rather than `args[0]['w']`, as far as the step's signature names arguments."""
     args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
     positional = [p.name for p in _parameters(fun) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     positions = [i for i in range(call.num_args) if i not in call.static_positions]
@@ -219,7 +219,7 @@ def argument_names(fun: Callable, call: CallArguments) -> list[str]:
 
 
 def fixed_ways(fun: Callable, call: CallArguments) -> dict[str, str]:
-    """The static arguments of a call, and which others are given by keyword, in words by name."""
+    """Describes the static arguments of a call, by name, and lists the arguments given by keyword."""
     names = [p.name for p in _parameters(fun) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     found = {}
     for where, _, value in call.fixed:
@@ -231,7 +231,7 @@ def fixed_ways(fun: Callable, call: CallArguments) -> dict[str, str]:
 
 
 def _parameters(fun: Callable) -> list[inspect.Parameter]:
-    """The parameters of a function, as far as its signature tells."""
+    """Returns the parameters of a function, as far as its signature is known."""
     try:
         return list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
@@ -239,10 +239,10 @@ def _parameters(fun: Callable) -> list[inspect.Parameter]:
 
 
 def check_is_outside() -> None:
-    """Where other functions are traced, a step cannot be compiled.
+    """Checks that no other function is being traced: a step cannot be compiled inside one.
 
     Raises:
-      StageError: one is.
+      StageError: another function is being traced.
     """
     if not compat.trace_state_clean():
         raise StageError(
@@ -252,7 +252,7 @@ def check_is_outside() -> None:
 
 
 def fault_with_name(fault: Exception, leaves: Iterable[object], names: Iterable[str]) -> Exception:
-    """The error of `leaf_type`, with the name of the argument that it is about."""
+    """Returns the error of `leaf_type` with the name of the argument that causes it."""
     for name, x in zip(names, leaves, strict=True):
         try:
             leaf_type(x, ())
@@ -262,7 +262,7 @@ def fault_with_name(fault: Exception, leaves: Iterable[object], names: Iterable[
 
 
 def check_leaves(leaves: Iterable[object], names: Iterable[str]) -> None:
-    """Every argument is an array (or a number), and none is being traced."""
+    """Checks that every argument is an array or a number, and that none is being traced."""
     for x, name in zip(leaves, names, strict=True):
         if isinstance(x, compat.Tracer):
             raise StageError(
@@ -296,10 +296,10 @@ def _check_is_array(name: str, x: object) -> None:
 def named_positions(
     fun: Callable, argnums: int | Iterable[int], argnames: str | Iterable[str], what: str
 ) -> tuple[frozenset[int], frozenset[str]]:
-    """Call given by number (negative ones counted from the end of the signature) or name, by both.
+    """Returns the positions and the names of arguments given by number (negative ones count from the end) or by name.
 
     Raises:
-      TypeError: a number is none.
+      TypeError: a number is not an int.
       ValueError: the step has no such argument.
     """
     numbers = tuple(argnums) if isinstance(argnums, Iterable) else (argnums,)
@@ -330,7 +330,7 @@ def named_positions(
 
 
 def check_static(fixed: Fixed) -> None:
-    """Static arguments are part of the program's key, so they must be hashable."""
+    """Checks that static arguments are hashable, since they are part of the program's key."""
     for where, kind, value in fixed:
         try:
             hash(value)
@@ -341,7 +341,7 @@ def check_static(fixed: Fixed) -> None:
 
 
 def donated_leaves(call: CallArguments, positions: Collection[int], names: Collection[str]) -> frozenset[int]:
-    """Flat positions of donated arguments, given by place or by name. Lists of microbatches are not donated."""
+    """Returns flat positions of donated arguments, given by position or name. Lists of microbatches are not donated."""
     args, kwargs = jax.tree.unflatten(call.tree, range(call.tree.num_leaves))
     given = [i for i in range(call.num_args) if i not in call.static_positions]
     donated = [arg for i, arg in zip(given, args, strict=True) if i in positions]
@@ -351,6 +351,6 @@ def donated_leaves(call: CallArguments, positions: Collection[int], names: Colle
 
 
 def short_type(x: object) -> str:
-    """A type as messages show it: `float32[2,3]`."""
+    """Returns a type as messages show it: `float32[2,3]`."""
     shape, dtype, *_ = leaf_type(x, frozenset())
     return f"{dtype}[{','.join(map(str, shape))}]"

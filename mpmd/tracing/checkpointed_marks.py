@@ -1,9 +1,9 @@
-"""Moves marks at the beginning and at the end of a function under `jax.checkpoint` out of it.
+"""Moves marks at the beginning or at the end of a function under `jax.checkpoint` out of the function.
 
-Differentiation leaves the forward pass of such a function flat, and makes one equation of its backward pass, which
-computes the function again. The backward mark of a stage end that is the last thing of the function reads what comes
-into that equation, so it can stand ahead of it. A mark in the middle must stay: the stage behind it would compute again
-what is before it.
+Differentiation leaves the forward pass of such a function flat, and turns its backward pass into one equation, which
+computes the function again. If a stage end is the last equation of the function, its backward mark reads operands of
+that backward equation, so it can move ahead of it. A mark in the middle must stay: otherwise the stage behind it would
+recompute the part before it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from mpmd import _jax_compat as compat
 from mpmd.ops.stage_end import mark_p, with_each
 
-# What may be moved out together with a mark: it is cheap.
+# Equations that may move out together with a mark, because they are cheap.
 _LIGHT = frozenset(
     """add add_any sub mul neg convert_element_type reduce_precision broadcast_in_dim reshape transpose squeeze
     expand_dims copy slice concatenate pad sharding_constraint reshard pvary pcast""".split()
@@ -19,7 +19,7 @@ _LIGHT = frozenset(
 
 
 def marks_outside(eqn: compat.JaxprEqn, flat: Callable[[compat.Jaxpr], compat.Jaxpr]) -> compat.ClosedJaxpr | None:
-    """What a checkpoint computes, with marks ahead of it and behind it; None if no mark can be moved out.
+    """Returns a checkpoint as a jaxpr with marks ahead of it and behind it; None if no mark can move out.
 
     Args:
       eqn: the checkpoint.
@@ -37,12 +37,12 @@ def marks_outside(eqn: compat.JaxprEqn, flat: Callable[[compat.Jaxpr], compat.Ja
 
 
 def _without_forward_marks(body: compat.Jaxpr) -> compat.Jaxpr:
-    """A backward pass without the marks of the forward pass that it computes again: that is elsewhere, with them."""
+    """Returns a backward pass without the marks of the recomputed forward pass, which has its marks elsewhere."""
     return with_each(body, lambda e: None if e.primitive is mark_p and e.params["kind"] == "forward" else e)
 
 
 def _ahead(eqns: Sequence[compat.JaxprEqn], given: Iterable[compat.Var]) -> list[compat.JaxprEqn]:
-    """The marks that need only what is given and light equations, with these."""
+    """Returns the marks that depend only on `given` and light equations, with these equations."""
     known, free = set(given), []
     for eqn in eqns:
         if _is_movable(eqn) and _variables(eqn.invars) <= known:
@@ -58,7 +58,7 @@ def _ahead(eqns: Sequence[compat.JaxprEqn], given: Iterable[compat.Var]) -> list
 
 
 def _behind(eqns: Sequence[compat.JaxprEqn]) -> list[compat.JaxprEqn]:
-    """The marks behind which only light equations read anything of them, with these."""
+    """Returns the marks with results that only light equations read, with these equations."""
     read_before: set[compat.Var] = set()
     free = []
     for eqn in reversed(eqns):
@@ -82,7 +82,7 @@ def _checkpoint_of(
     inside: Sequence[compat.JaxprEqn],
     behind: Sequence[compat.JaxprEqn],
 ) -> list[compat.JaxprEqn]:
-    """The checkpoint `eqn` of the equations that stay inside."""
+    """Returns the checkpoint `eqn` with the equations that stay inside."""
     read_inside = {v for e in inside for v in _variables(e.invars)}
     reads = [v for v in (*body.invars, *(v for e in ahead for v in e.outvars)) if v in read_inside]
     read_outside = _variables(body.outvars).union(*(_variables(e.invars) for e in behind))

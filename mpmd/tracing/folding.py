@@ -8,7 +8,7 @@ import numpy as np
 
 from mpmd import _jax_compat as compat
 
-# How to compute one result from Python's numbers. What does not fit the type wraps around.
+# How to compute one result from Python numbers. Results that do not fit the type wrap around.
 _FOLDS = {
     "add": operator.add,
     "sub": operator.sub,
@@ -24,12 +24,12 @@ _FOLDS = {
     "ne": operator.ne,
     "convert_element_type": int,
     "squeeze": int,
-    "select_n": lambda which, *cases: cases[which],  # with the two above, what indexing writes for a scalar index
+    "select_n": lambda which, *cases: cases[which],  # with the two above, JAX's code for indexing with a scalar
 }
 
 
 def folded(eqn: compat.JaxprEqn) -> compat.Literal | None:
-    """The result of an equation on integer (or boolean) scalars that are literals, else None."""
+    """Returns the result of an equation on integer (or boolean) scalars that are literals, else None."""
     if (fold := _FOLDS.get(eqn.primitive.name)) is None:
         return None
     operands = [integer_of(v) for v in eqn.invars]
@@ -46,11 +46,11 @@ def folded(eqn: compat.JaxprEqn) -> compat.Literal | None:
 
 
 def integer_of(v: compat.Var | compat.Literal) -> int | None:
-    """The value of a literal that is an integer (or boolean) scalar, else None."""
+    """Returns the value of a literal that is an integer (or boolean) scalar, else None."""
     return int(v.val) if isinstance(v, compat.Literal) and _is_integer(v.aval) else None
 
 
 def _is_integer(aval: compat.Aval) -> bool:
-    """Whole bytes: of smaller types no results are computed."""
+    """Returns whether a type has whole bytes: results of smaller types are not computed."""
     dtype = aval.dtype
     return aval.shape == () and (dtype == np.bool_ or (isinstance(dtype, np.dtype) and dtype.kind in "iu"))

@@ -1,9 +1,9 @@
 """Inlines the calls of a traced jaxpr, and refuses marks where nothing can be cut.
 
-Calls that only wrap other equations (`jit`, custom derivatives that have done their work) are inlined, so that what
-comes next can cut between any two equations. Integers that follow from literals become literals. Marks must stand
-where a cut is possible: in a loop's body, or in that of a `scan` over layers there, not inside `cond`, `while`,
-`shard_map` or in the middle of a `checkpoint`.
+Calls that only wrap other equations (`jit`, custom derivatives after differentiation) are inlined, so that later passes
+can cut between any two equations. Integers that follow from literals become literals. A mark must be where a cut is
+possible: in the body of a loop, or of a `scan` over layers there, but not inside `cond`, `while`, `shard_map` or in the
+middle of a `checkpoint`.
 """
 
 import functools
@@ -23,7 +23,7 @@ from mpmd.tracing.folding import folded
 
 
 def inline(jaxpr: compat.Jaxpr, in_loop: bool = False) -> compat.Jaxpr:
-    """`jaxpr` with its calls inlined, in the bodies of its loops too; marks where nothing can be cut are refused.
+    """Returns `jaxpr` with calls inlined, in the bodies of its loops too; refuses marks where nothing can be cut.
 
     Args:
       in_loop: whether this is the body of a `treduce`, where a scan over layers may hold marks.
@@ -41,8 +41,8 @@ def _inline_into(
     outer: compat.JaxprEqn | None,
     in_loop: bool,
 ) -> None:
-    """Appends `eqns` to `out` under the renaming `env`; `outer` is the call that they come from (then all
-    variables are made anew, since one cached jaxpr may be called many times).
+    """Appends `eqns` to `out` under the renaming `env`. If they come from a call, `outer` is that call, and their
+    variables are made anew, since one cached jaxpr may be called many times.
     """
     for eqn in eqns:
         eqn = eqn.replace(invars=[compat.renamed(v, env) for v in eqn.invars])
@@ -88,19 +88,19 @@ def _inline_into(
         out.append(eqn)
 
 
-# Equations that do the same to each of their operands; these may live in different groups.
+# Equations that do the same to each operand; their operands may live in different groups.
 _SEVERAL_AT_ONCE = {"device_put", "optimization_barrier"}
 
 
 def _one_by_one(eqn: compat.JaxprEqn) -> Iterator[compat.JaxprEqn]:
-    """The equation on each of its operands alone."""
+    """Yields the equation for each of its operands alone."""
     for i, (x, y) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
         params = {k: p[i : i + 1] if isinstance(p, (tuple, list)) else p for k, p in eqn.params.items()}
         yield eqn.replace(invars=[x], outvars=[y], params=params)
 
 
 def _plain_loop(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
-    """A loop without a schedule as the call of an ordinary `lax.scan`; marks in it mark nothing."""
+    """Returns a loop without a schedule as a call of an ordinary `lax.scan`; marks in it have no effect."""
     body = compat.ClosedJaxpr(without(eqn.params["jaxpr"].jaxpr, (mark_p, place_p)), eqn.params["jaxpr"].consts)
     loop = functools.partial(scan_loop, jaxpr=body, info=eqn.params["info"])
     closed = jax.make_jaxpr(loop)(*(compat.abstract(x.aval, explicit_sharding(x.aval)) for x in eqn.invars))
@@ -108,12 +108,12 @@ def _plain_loop(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
 
 
 def contains(jaxpr: compat.Jaxpr, primitives: Collection[compat.Primitive]) -> bool:
-    """Whether any equation of `jaxpr`, however deep, is one of `primitives`."""
+    """Returns whether an equation of `jaxpr`, however deep, is one of `primitives`."""
     return any(e.primitive in primitives for e in compat.all_equations(jaxpr))
 
 
 def literals_of(closed: compat.ClosedJaxpr) -> dict[compat.Var, compat.Literal]:
-    """The constants of a jaxpr, by the variables that it has for them."""
+    """Maps the constant variables of a jaxpr to literals."""
     return {v: compat.Literal(c, v.aval) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
 
 
@@ -129,7 +129,7 @@ _REMEDY = {
 
 
 def _check_nothing_placed_inside(name: str, jaxpr: compat.Jaxpr) -> None:
-    """Refuses values that the user places, and pipelined loops."""
+    """Refuses the user's placements and pipelined loops."""
     if contains(jaxpr, (place_p,)):
         why = (
             "its stages run in the groups that the schedule gives them" if name == "treduce" else "it runs in one group"
@@ -146,7 +146,7 @@ def _check_nothing_placed_inside(name: str, jaxpr: compat.Jaxpr) -> None:
 
 
 def _check_is_no_rest_of_a_loop(eqn: compat.JaxprEqn) -> None:
-    """Refuses what JAX's transformations leave of a whole `treduce`, if it holds marks."""
+    """Refuses a `treduce` that was differentiated or batched as a whole, if it holds marks."""
     transformed = {
         "_treduce_jvp": ("differentiated", "Differentiate inside of fun: treduce(lambda x: jax.value_and_grad(loss)"),
         "_treduce_batch": ("batched by vmap", "Batch inside of fun: treduce(lambda x: jax.vmap(loss, (0, None))"),
@@ -160,16 +160,16 @@ def _check_is_no_rest_of_a_loop(eqn: compat.JaxprEqn) -> None:
         )
 
 
-# What a scan over layers may wrap its body's marks in.
+# Equations that may stand between a scan over layers and the marks in its body.
 _AROUND_A_LAYER = {"scan", "jit", compat.CHECKPOINT, "closed_call", "custom_jvp_call", "custom_vjp_call"}
 
 
 def _check_marks_in_scan(eqn: compat.JaxprEqn, around: Collection[str] = _AROUND_A_LAYER) -> None:
-    """A scan over layers may hold marks, also within a checkpoint of its body, but not where a branch decides.
+    """Allows marks in a scan over layers, also within a checkpoint of its body, but not in a branch.
 
     Args:
       eqn: the scan.
-      around: what may stand between its body and the marks; outside of loops no scan, which may be one over tokens.
+      around: equations that may stand around the marks; outside of loops no scan, which may be one over tokens.
     """
     for jaxpr in compat.jaxprs_in(eqn.params):
         _check_nothing_placed_inside(_name_of(eqn), jaxpr)
@@ -203,5 +203,5 @@ def _name_of(eqn: compat.JaxprEqn) -> str:
 
 
 def _first(jaxpr: compat.Jaxpr, primitive: compat.Primitive, wanted: Callable = lambda eqn: True) -> Any:
-    """The first equation of a primitive, however deep; None if there is none."""
+    """Returns the first equation of a primitive, however deep; None if there is none."""
     return next((e for e in compat.all_equations(jaxpr) if e.primitive is primitive and wanted(e)), None)

@@ -1,4 +1,4 @@
-"""New equations for a jaxpr: those of a function, or of another jaxpr, on variables that are there."""
+"""New equations for a jaxpr: those of a function, or of another jaxpr, on existing variables."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -22,19 +22,19 @@ class Equations(NamedTuple):
     outs: list[Atom]
 
     def named(self, results: Sequence[compat.Var]) -> list[compat.JaxprEqn]:
-        """The equations, with other names for their results."""
+        """Returns the equations, with other names for their results."""
         return compat.renamed_equations(self.eqns, dict(zip(self.outs, results, strict=True)))
 
 
 def append(eqns: list[compat.JaxprEqn], like: compat.JaxprEqn, found: Equations) -> Atom:
-    """Appends equations, for users at the place of `like` in their code; returns the one result."""
+    """Appends equations with the source line of `like`; returns their only result."""
     eqns += [e.replace(source_info=like.source_info) for e in found.eqns]
     (out,) = found.outs
     return out
 
 
 def equations_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations:
-    """The equations of a flat jaxpr on other operands; a cached jaxpr may be used many times."""
+    """Returns the equations of a flat jaxpr on other operands; a cached jaxpr may be used many times."""
     env: dict = dict(zip(closed.jaxpr.invars, atoms, strict=True))
     env |= literals_of(closed)
     eqns = []
@@ -46,16 +46,16 @@ def equations_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations
 
 
 def trace_equations(fun: Callable, *atoms: Atom) -> Equations:
-    """The equations of `fun` on `atoms`."""
+    """Returns the equations of `fun` on `atoms`."""
     avals = tuple(a.aval for a in atoms)
     return equations_on(_trace_on(fun, avals, _mesh_of(avals)), atoms)
 
 
 def trace_operation(operation: Operation, method: str, atoms: Sequence[Atom], *args: int) -> Equations:
-    """The equations of a method of an operation, traced once for all operands of the same types.
+    """Returns the equations of a method of an operation, traced once for all operands of the same types.
 
     Args:
-      args: what it takes after the atoms.
+      args: the arguments after the atoms.
     """
     avals = tuple(a.aval for a in atoms)
     return equations_on(
@@ -82,14 +82,14 @@ def _trace_on(fun: Callable, avals: Sequence[compat.Aval], mesh: AbstractMesh) -
 
 
 def _mesh_of(avals: Sequence[compat.Aval]) -> AbstractMesh:
-    """That of the first operand whose type names one, else the one that is set: `auto_axes` leads to another."""
+    """Returns the mesh of the first operand with a mesh in its type, else the current one: `auto_axes` changes it."""
     shardings = (getattr(aval, "sharding", None) for aval in avals)
     meshes = (cast(AbstractMesh, s.mesh) for s in shardings if s is not None and not s.mesh.empty)
     return next(meshes, compat.current_mesh())
 
 
 def full_equations(result: compat.Var, value: float) -> list[compat.JaxprEqn]:
-    """The equations that make `result`, an array of one value."""
+    """Returns the equations that make `result`, an array of one value."""
     aval = result.aval
 
     def full() -> jax.Array:
@@ -99,7 +99,7 @@ def full_equations(result: compat.Var, value: float) -> list[compat.JaxprEqn]:
 
 
 def copy_equations(atom: Atom) -> Equations:
-    """The equations that copy a variable or a literal."""
+    """Returns the equations that copy a variable or a literal."""
     if isinstance(atom, compat.Literal):
         constant = np.asarray(atom.val, atom.aval.dtype)
         return trace_equations(lambda: jax.lax.copy_p.bind(constant))

@@ -1,4 +1,4 @@
-"""Applies the table of roles to a traced step: each mark that ends a role is told the groups."""
+"""Applies the table of roles to a traced step: each mark that ends a role gets the groups of the role."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from mpmd.tracing.trace import Trace
 
 
 def with_roles(trace: Trace, table: RoleTable) -> Trace:
-    """The step, in which each end of a role knows its groups, and results of roles outside of loops are in the last.
+    """Returns the step with groups at each end of a role, and results of roles outside of loops in the last group.
 
     Raises:
       StageError: a role is not in the table, or ends in a scan.

@@ -1,4 +1,4 @@
-"""Finds which arguments of a step are state: a result takes the place of each of them."""
+"""Finds which arguments of a step are state: arguments that a result replaces."""
 
 import itertools
 from collections import defaultdict
@@ -11,10 +11,10 @@ from mpmd.tracing.trace import Trace
 
 
 def match_state(trace: Trace) -> tuple[int | None, ...]:
-    """For each flat result, the flat argument whose position it takes, found by equal subtrees.
+    """Returns the flat argument that each flat result replaces, found by equal subtrees, or None.
 
-    The largest parts are matched first: a whole state, then what is left of it. Of parts of one size, those that lie in
-    the same memory come first.
+    The largest subtrees are matched first: a whole state, then the rest of it. Among subtrees of one size, those in the
+    same memory come first.
     """
     ins, outs = ([v.aval for v in vs] for vs in (trace.arguments, trace.jaxpr.outvars))
     in_types, out_types = ([(aval.shape, aval.dtype) for aval in avals] for avals in (ins, outs))
@@ -58,12 +58,12 @@ class _Subtree(NamedTuple):
 
     @property
     def is_container(self) -> bool:
-        """Whether its root is one of Python's, not a class for a state."""
+        """Whether its root is a container of Python, not a class for a state."""
         root = self.tree.node_data()
         return root is not None and issubclass(root[0], (dict, list, tuple))
 
     def key(self, types: Sequence[Hashable]) -> Hashable:
-        """Equal for those that may take each other's place."""
+        """Returns a key that is equal for subtrees that may replace each other."""
         return self.tree, tuple(types[self.start : self.leaves.stop])
 
     def children(self) -> "Iterator[_Subtree]":
@@ -73,7 +73,7 @@ class _Subtree(NamedTuple):
             start += child.num_leaves
 
     def subtrees(self, depth: int) -> "Iterator[_Subtree]":
-        """Itself, and what stands up to `depth` levels below it."""
+        """Yields this subtree and all subtrees up to `depth` levels below it."""
         yield self
         if depth:
             for child in self.children():
@@ -81,5 +81,5 @@ class _Subtree(NamedTuple):
 
 
 def _arguments(in_tree: TreeDef) -> list[_Subtree]:
-    """Those of a call, by position and by name."""
+    """Returns the arguments of a call, by position and by name."""
     return [argument for some in _Subtree(in_tree, 0).children() for argument in some.children()]

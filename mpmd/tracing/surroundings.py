@@ -1,7 +1,7 @@
 """The outside variables that a function reads. An earlier trace is used again only if these are the same.
 
-A step is traced once for all devices of one shape, however often it is given to `mpmd.jit`. A step that reads a
-variable of its surroundings (a schedule, a flag, a size), which has another value by then, is another step.
+A step is traced once for all devices of one shape, however often it is given to `mpmd.jit`. If a step reads an outside
+variable (a schedule, a flag, a size) and the variable has changed since, it counts as another step.
 """
 
 import dis
@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 
 class _Same:
-    """Equal to itself alone, as long as the object lives. It may hold the function, so it is not kept alive by this."""
+    """A key of an object by identity, valid while the object lives: it may hold the function, so it is held weakly."""
 
     def __init__(self, x: object):
         self._id = id(x)
@@ -28,10 +28,10 @@ class _Same:
 
 
 def surroundings(fun: Callable) -> tuple:
-    """The values of the variables that `fun`, and functions that it reads so, find in their surroundings.
+    """Returns the outside variables that `fun` reads, and functions that it reads in this way, with their values.
 
-    Numbers, strings and the like by value, everything else by identity. A variable that the function itself assigns
-    (a counter) does not count.
+    Numbers, strings and the like are compared by value, everything else by identity. A variable that the function
+    itself assigns (a counter) does not count.
     """
     return tuple(_values(fun, set()))
 
@@ -68,7 +68,7 @@ def _is_bound(cell: types.CellType) -> bool:
 
 
 def _names(code: types.CodeType, *operations: str) -> Iterator[str]:
-    """The names to which some operations are applied in a function and in those that it defines."""
+    """Yields the names that some operations access in a function and in the functions that it defines."""
     yield from (i.argval for i in dis.get_instructions(code) if i.opname in operations)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -25,14 +25,14 @@ Described = jax.ShapeDtypeStruct | compat.Aval
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A traced step: what `mpmd.jit(...).trace` knows, before anything is cut.
+    """A traced step: the `.trace` of an `mpmd.jit` step, before anything is cut.
 
     Attributes:
       jaxpr: one flat jaxpr; loops are `treduce` equations. Captured constants are its first inputs.
       consts: their values.
       in_tree, out_tree: structures of `(args, kwargs)` and of the result.
-      in_names, out_names: a path per flat input and output, for messages.
-      fixed: static arguments, and which are given by keyword, in words by name, for messages.
+      in_names, out_names: the path of each flat input and output, for messages.
+      fixed: a description of static arguments, by name, and of the arguments given by keyword, for messages.
     """
 
     jaxpr: compat.Jaxpr
@@ -50,11 +50,11 @@ class Trace:
 
     @property
     def num_marks(self) -> int:
-        """How many stage ends stand outside of loops."""
+        """The number of stage ends outside of loops."""
         return sum(e.primitive is mark_p and e.params["kind"] == "forward" for e in self.jaxpr.eqns)
 
     def with_loops(self, change: Callable[[compat.JaxprEqn], compat.JaxprEqn]) -> "Trace":
-        """The step with `change(eqn)` in the place of each `treduce` equation."""
+        """Returns the step with each `treduce` equation replaced by `change(eqn)`."""
         eqns = [change(e) if e.primitive is treduce_p else e for e in self.jaxpr.eqns]
         return dataclasses.replace(self, jaxpr=compat.new_jaxpr(self.jaxpr, eqns=eqns))
 
@@ -73,9 +73,9 @@ def trace_step(
 
     Args:
       fun: the user's step.
-      avals: a `ShapeDtypeStruct` per flat argument.
+      avals: a `ShapeDtypeStruct` for each flat argument.
       in_tree: the structure of `(args, kwargs)`.
-      in_names: a path per flat argument.
+      in_names: the path of each flat argument.
       mpmd_mesh: the groups.
     """
     out_tree = None
@@ -100,7 +100,7 @@ def trace_step(
 
 
 def _traced(flat: Callable, avals: Sequence[Described]) -> tuple[compat.ClosedJaxpr, compat.Jaxpr]:
-    """A function as it is traced, and flat: constants are its first inputs, and what nobody uses is left out."""
+    """Returns a function as traced, and flat: constants are the first inputs, and unused equations are dropped."""
     try:
         closed = compat.written_out(jax.make_jaxpr(flat)(*avals))
     except _NEEDS_A_VALUE as e:
@@ -123,15 +123,15 @@ _NEEDS_A_VALUE = (
 
 
 def _users_line(error: BaseException) -> str:
-    """`file:line (function)` of the innermost frame that is neither JAX's nor ours."""
+    """Returns `file:line (function)` of the innermost frame outside of JAX and this package."""
     ours = tuple(str(Path(module.__file__).parent) + os.sep for module in (jax, compat) if module.__file__)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "an unknown line"
 
 
 def _check_constants(closed: compat.ClosedJaxpr) -> None:
-    """A traced value that was captured as if it were a constant has left the function that it belongs to. Nor may it be
-    a ref, whose memory would have to be on one device.
+    """Checks captured constants. A traced value among them has left the function that it belongs to, and a ref would
+    have its memory on one device.
     """
     for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
         user = next((e for e in closed.jaxpr.eqns if var in e.invars), None)
@@ -150,7 +150,7 @@ def _check_constants(closed: compat.ClosedJaxpr) -> None:
 
 
 def _check_results(fun: Callable, names: Sequence[str], leaves: Sequence[object]) -> None:
-    """Everything that a step returns is an array or a number."""
+    """Checks that everything that a step returns is an array or a number."""
     for name, x in zip(names, leaves, strict=True):
         if not is_number_or_array(x):
             step = inspect.unwrap(fun)
@@ -164,9 +164,9 @@ def _check_results(fun: Callable, names: Sequence[str], leaves: Sequence[object]
 
 
 def _check_axis(jaxpr: compat.Jaxpr, axis: str | None, names: tuple[str, ...]) -> None:
-    """Nothing inside the step may name the mpmd axis: a group does not extend along it.
+    """Checks that nothing inside the step names the mpmd axis: a group does not extend along it.
 
-    Where a `shard_map` divides a dimension over all axes of the mesh, JAX has written that for a residual (`rebase`).
+    If a `shard_map` divides a dimension over all axes of the mesh, JAX has written this for a residual (`rebase`).
     """
     if axis is None:
         return
@@ -195,7 +195,7 @@ def _names_axis(eqn: compat.JaxprEqn, axis: str, names: tuple[str, ...]) -> bool
 def _mentions(value: object, axis: str) -> bool:
     if isinstance(value, NamedSharding):
         value = value.spec
-    if isinstance(value, PartitionSpec):  # axes of dimensions, and those over which values are (un)reduced
+    if isinstance(value, PartitionSpec):  # axes of dimensions, and axes over which values are (un)reduced
         value = (*value.partitions, *value.unreduced, *value.reduced)
     if isinstance(value, (tuple, list, frozenset, set)):
         return any(_mentions(v, axis) for v in value)
