@@ -1,8 +1,8 @@
 """One logical array that exists in one or more groups.
 
-An `MpmdArray` is what a step takes and gives back: per group of this process one `jax.Array` (of an array that is split
-over groups, one for each range of rows), and for groups elsewhere only shape, dtype and sharding. Where this process
-can read it, it behaves like the array it holds.
+An `MpmdArray` is an argument or a result of a step. Per group of this process it holds one `jax.Array` (one for each
+range of rows, if the array is split over groups); for other groups it holds only shape, dtype and sharding. Where this
+process can read it, it behaves like the array it holds.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from mpmd.arrays.shards import Device
 class MpmdShard:
     """The part of an `MpmdArray` on one device.
 
-    Shaped as `jax.Shard`, and `group` beside it. Over all groups and processes, the shards of one index have the
+    Shaped like `jax.Shard`, with `group` in addition. Over all groups and processes, the shards of one index have the
     replica ids 0, 1, 2, …; number 0 is in the lowest group that has this index. `data` is None in other processes.
     """
 
@@ -43,17 +43,17 @@ class MpmdShard:
 class MpmdArray(ReadableArray):
     """One logical array that exists in one or more groups: each has all of it, or its own part, sharded alike.
 
-    A leaf for `jax.tree`. In a process without a shard of it, it has shape, dtype and sharding, and reading it
-    raises a RuntimeError that says which groups have it. Reading an array that is split over groups puts its pieces
-    together, in the lowest group of this process or on the host; a row comes from the group that has it.
+    It is a pytree leaf. A process without a shard knows its shape, dtype and sharding; reading it there raises a
+    RuntimeError that names its groups. Reading an array that is split over groups joins its pieces, in the lowest group
+    of this process or on the host; a single row comes from the group that has it.
 
     Args:
-        arrays: the arrays of this process's groups, in any order: each finds its group by its mesh. Where groups share
-            devices, equal meshes are filled in ascending order; or a mapping from group to array says it. Empty if this
-            process has none of `mpmd_sharding.mesh_ids`, or shall have nothing of the array: then no step takes it
-            here. Of a split array: one array for each range, those of one
-            group in the order of their rows, or a mapping from (start, stop) to array.
-        mpmd_sharding: where the array is.
+        arrays: the arrays of this process's groups, in any order: each finds its group by its mesh. If groups share
+            devices, equal meshes are filled in ascending order, or a mapping from group to array is needed. Empty if
+            this process has none of `mpmd_sharding.mesh_ids`, or should hold nothing of the array: then no step can
+            take it here. For a split array: one array for each range, a group's ranges in the order of their rows, or a
+            mapping from (start, stop) to array.
+        mpmd_sharding: the groups of the array, and its sharding in them.
         shape: needed if `arrays` is empty.
         dtype: needed if `arrays` is empty.
 
@@ -77,7 +77,7 @@ class MpmdArray(ReadableArray):
     _weak_type: bool
     _gone: str | None
     _committed: bool
-    _made_by: int  # which result of which call it is, as the processes of a job count them together; 0 for all else
+    _made_by: int  # numbers the call and the result, alike in all processes of a job; 0 for other arrays
 
     @compat.api_boundary
     def __init__(
@@ -116,7 +116,7 @@ class MpmdArray(ReadableArray):
         committed: bool = True,
         made_by: int = 0,
     ) -> Self:
-        """The executor's constructor. `arrays` has its keys (`Part.key`) in ascending order and is kept, not copied."""
+        """Makes an array without checks. `arrays` has keys (`Part.key`) in ascending order and is kept, not copied."""
         self = cls.__new__(cls)
         self._arrays = arrays
         self._mpmd_sharding = mpmd_sharding
@@ -128,7 +128,7 @@ class MpmdArray(ReadableArray):
         self._made_by = made_by
         return self
 
-    # What it is, known in every process.
+    # Properties known in every process.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -159,7 +159,7 @@ class MpmdArray(ReadableArray):
         """Bytes of one copy of the array, however many groups and devices have it."""
         return self.size * self.itemsize
 
-    # Where it is.
+    # Its placement.
 
     @property
     def mpmd_sharding(self) -> MpmdSharding:
@@ -167,7 +167,7 @@ class MpmdArray(ReadableArray):
 
     @property
     def spec(self) -> PartitionSpec:
-        """How each group shards it."""
+        """How each group shards the array."""
         return self._mpmd_sharding.spec
 
     @property
@@ -177,51 +177,51 @@ class MpmdArray(ReadableArray):
 
     @property
     def device(self) -> Device | NamedSharding:
-        """As `jax.Array.device`: the device if there is only one, else the sharding."""
+        """The device if there is only one, else the sharding. Like `jax.Array.device`."""
         devices = self.devices()
         return next(iter(devices)) if len(devices) == 1 else self.sharding
 
     @property
     def aval(self) -> compat.Aval:
-        """The type under which JAX sees what this process reads: with the sharding of one group, on Explicit axes."""
+        """The type that JAX sees when this process reads the array: on Explicit axes, with one group's sharding."""
         return typed_as(self, self._group_sharding())
 
     @property
     def mpmd_idxs(self) -> tuple[int, ...]:
-        """The groups that hold it, ascending."""
+        """The groups that hold the array, ascending."""
         return tuple(sorted(self._mpmd_sharding.mesh_ids))
 
     @property
     def is_mpmd_replicated(self) -> bool:
-        """Whether more than one group has all of it."""
+        """Whether more than one group has all of the array."""
         return len(self._mpmd_sharding.mesh_ids) > 1 and not self._is_split
 
     @property
     def is_partially_addressable(self) -> bool:
-        """Whether this process has a shard of it."""
+        """Whether this process has a shard of the array."""
         return bool(self._arrays) if self._gone is None else bool(self._mpmd_sharding.local_groups)
 
     @property
     def is_fully_addressable(self) -> bool:
-        """Whether this process has every shard of it, in every group."""
+        """Whether this process has every shard of the array, in every group."""
         return len(self._arrays) == len(self._mpmd_sharding.parts(self._shape)) and all(
             array.is_fully_addressable for array in self._arrays.values()
         )
 
     @property
     def is_fully_replicated(self) -> bool:
-        """Whether every device that holds it has all of it."""
+        """Whether every device that holds the array has all of it."""
         return self._mpmd_sharding.is_fully_replicated
 
     @property
     def committed(self) -> bool:
-        """Whether something says where it is. If nothing did (zeros that a step made by itself), a step that takes
-        it puts it where it reads it, as `jax.jit` does with uncommitted arrays.
+        """Whether the array's place was chosen. If not (zeros that a step made without operands), a step that takes the
+        array puts it where it reads it, as `jax.jit` does with uncommitted arrays.
         """
         return self._committed
 
     def devices(self) -> set[Device]:
-        """The devices of all groups that hold it, of other processes too."""
+        """Returns the devices of all groups that hold the array, of other processes too."""
         return set(self._mpmd_sharding.device_set)
 
     # The arrays of this process.
@@ -232,13 +232,13 @@ class MpmdArray(ReadableArray):
 
     @property
     def pieces(self) -> dict[tuple[int, int], jax.Array]:
-        """Of a split array the pieces of this process, by the range (start, stop) of their rows; else empty."""
+        """The pieces of a split array in this process, by the range (start, stop) of their rows; else empty."""
         self._check_not_gone()
         return {key: array for key, array in self._arrays.items() if isinstance(key, tuple)}
 
     @compat.api_boundary
     def array_in(self, group: int) -> jax.Array:
-        """The array of one group, which must be this process's.
+        """Returns the array of one group, which must belong to this process.
 
         Raises:
             RuntimeError: the array is not in that group, or not in this process, or deleted, or a split array has
@@ -260,23 +260,23 @@ class MpmdArray(ReadableArray):
 
     @property
     def to_mpmd_local_array(self) -> jax.Array | list[jax.Array] | None:
-        """This process's array, a list of them if it holds several groups' or ranges, None if it holds none."""
+        """Returns this process's array, a list of them for several groups or ranges, None if there is none."""
         self._check_not_gone()
         arrays = list(self._arrays.values())
         return arrays[0] if len(arrays) == 1 else arrays or None
 
     @property
     def first_mpmd_replica(self) -> jax.Array | None:
-        """The array of the lowest group that holds it, if that group is this process's, else None.
+        """The array of the lowest group that holds it, if that group belongs to this process, else None.
 
-        None too for a split array: no group has all of it.
+        Also None for a split array: no group has all of it.
         """
         self._check_not_gone()
         return self._arrays.get(self._mpmd_sharding.groups[0])
 
     @property
     def global_shards(self) -> list[MpmdShard]:
-        """The parts on all devices, in the same order in every process; those of other processes have no data."""
+        """The parts on all devices, in the same order in every process; parts in other processes have no data."""
         self._check_not_gone()
         data = {(key, s.device): s.data for key, array in self._arrays.items() for s in array.addressable_shards}
         placed = self._mpmd_sharding.shards(self._shape)
@@ -288,11 +288,11 @@ class MpmdArray(ReadableArray):
         return [shard for shard in self.global_shards if shard.data is not None]
 
     def addressable_data(self, index: int) -> jax.Array:
-        """The part of `addressable_shards[index]`, as an array on its device."""
+        """Returns the part of `addressable_shards[index]`, as an array on its device."""
         return self.addressable_shards[index].data
 
     def _group_sharding(self) -> NamedSharding:
-        """The sharding in the group that is read here, or in the lowest if this process has none."""
+        """Returns the sharding in the group that is read here, or in the lowest group if this process has none."""
         return self._mpmd_sharding.group_sharding(self._lowest_group())
 
     def _lowest_group(self) -> int:
@@ -318,7 +318,7 @@ class MpmdArray(ReadableArray):
                     array.delete()
 
     def _consume(self) -> None:
-        """Marks it as deleted without deleting buffers: a step took them over."""
+        """Marks the array as deleted without deleting buffers: a step took them over."""
         if self._gone is None:
             self._gone = "donated"
             self._arrays = {}
@@ -329,7 +329,7 @@ class MpmdArray(ReadableArray):
         return any(array.is_deleted() for array in self._arrays.values())
 
     def copy(self) -> Self:
-        """The same values in buffers of their own, in the same groups."""
+        """Returns the same values in new buffers, in the same groups."""
         self._check_not_gone()
         copies: dict[int, jax.Array] = {}  # groups on one mesh may share an array
         for array in self._arrays.values():
@@ -353,14 +353,14 @@ class MpmdArray(ReadableArray):
     # Reading it as an array.
 
     def _check_not_gone(self, name: str = "") -> None:
-        """Raises an error that says what became of it; `name` is what the user calls it."""
+        """Raises an error if the array was donated or deleted; `name` is the user's name for it."""
         if self.is_deleted():
             what = "was donated to a step, which reused its memory; use the step's output"
             begin = f"{name}: " if name else ""
             raise RuntimeError(f"{begin}{self!r} {what if self._gone == 'donated' else 'has been deleted'}.")
 
     def _readable(self) -> jax.Array:
-        """The array of the lowest local group; the user's error where this process has none."""
+        """Returns the array of the lowest local group; raises the user's error if this process has none."""
         self._check_not_gone()
         if not self._arrays:
             raise reading.unreadable(self, "no shard of it", self._mpmd_sharding.groups)
@@ -368,7 +368,7 @@ class MpmdArray(ReadableArray):
         return found if not self._weak_type or found.weak_type else reading.as_weak(found)
 
     def _host_readable(self) -> jax.Array | np.ndarray:
-        """An array whose every value is in this process."""
+        """Returns an array with all its values in this process."""
         self._check_not_gone()
         return reading.on_host(self)
 
@@ -384,19 +384,19 @@ class MpmdArray(ReadableArray):
         return iter(self._readable())
 
     def copy_to_host_async(self) -> None:
-        """Starts the copy to the host of what this process reads."""
+        """Starts the copy to the host of the arrays that this process reads."""
         self._check_not_gone()
         for array in self._arrays.values() if self._is_split else [self._readable()]:
             array.copy_to_host_async()
 
     def is_ready(self) -> bool:
-        """Whether what this process reads has been computed."""
+        """Returns whether the arrays that this process reads have been computed."""
         self._check_not_gone()
         arrays: Any = self._arrays.values() if self._is_split else [self._readable()]
         return all(array.is_ready() for array in arrays)
 
     def _operands(self, other: object) -> tuple[jax.Array, object]:
-        """Both sides of an operator as arrays of one group, the lowest that has both."""
+        """Returns both sides of an operator as arrays of one group, the lowest that has both."""
         self._check_not_gone()
         return reading.operands(self, other)
 

@@ -1,8 +1,8 @@
 """Index arithmetic: boxes of indices, and which device holds which box of an array.
 
-Everything that moves data (transfers between groups, resharding, restoring) is set arithmetic on boxes: what a
-device wants, without what it has, cut by what others have. A `Box` is a value; nothing here touches data, and
-nothing needs devices beyond their identity.
+All data movement (transfers between groups, resharding, restoring) is set arithmetic on boxes: the part that a device
+wants, without the part that it has, cut by the parts that others have. A `Box` is a value; nothing here touches data,
+and nothing needs devices beyond their identity.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from scheduler.base.texts import counted
 class Box:
     """A box of indices: on each array axis the half-open range from `start` to `stop`.
 
-    A range that would end before it starts is empty, and so is the box. The box of a scalar has no axes and
-    one element.
+    A range that would end before it starts is empty, and so is the box. The box of a scalar has no axes and one
+    element.
 
     Examples:
         >>> Box((0, 0), (4, 4)) & Box((2, 1), (6, 3))
@@ -38,12 +38,12 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """All indices of an array."""
+        """Returns the box of all indices of an array."""
         return cls((0,) * len(shape), tuple(shape))
 
     @classmethod
     def from_slices(cls, slices: Sequence[slice], shape: Sequence[int]) -> "Box":
-        """The box that slices (of step 1) select from an array of this shape; missing slices select all."""
+        """Returns the box that slices (of step 1) select from an array of this shape; missing slices select all."""
         bounds = [s.indices(size) for s, size in zip(slices, shape)]  # noqa: B905 (trailing axes follow)
         if any(step != 1 for _, _, step in bounds):
             raise ValueError(f"slices {tuple(slices)} have a step; a box has none.")
@@ -52,7 +52,7 @@ class Box:
 
     @classmethod
     def bounding(cls, boxes: Iterable["Box"]) -> "Box":
-        """The smallest box that contains these; at least one."""
+        """Returns the smallest box that contains all of these boxes; there must be at least one."""
         starts, stops = zip(*[(box.start, box.stop) for box in boxes], strict=True)
         return cls(tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))
 
@@ -73,44 +73,44 @@ class Box:
         return self.size
 
     def nbytes(self, itemsize: int) -> int:
-        """The bytes of its elements."""
+        """Returns the bytes of its elements."""
         return self.size * itemsize
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What to index a whole array with."""
+        """Returns slices that take the box from a whole array."""
         return tuple([slice(a, b) for a, b in zip(self.start, self.stop, strict=True)])
 
     def __and__(self, other: "Box") -> "Box":
-        """What both contain."""
+        """Returns the intersection."""
         return Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
 
     def __contains__(self, other: "Box | Sequence[int]") -> bool:
-        """Whether this box contains every element of another box, or one index."""
+        """Returns whether this box contains every element of another box, or one index."""
         if isinstance(other, Box):
             return not other.size or (self & other) == other
         return all(a <= i < b for a, i, b in zip(self.start, other, self.stop, strict=True))
 
     def relative_to(self, outer: "Box") -> "Box":
-        """The same elements, counted from the start of `outer`: where they are in a shard that holds `outer`."""
+        """Returns the same elements, counted from the start of `outer`: their place in a shard that holds `outer`."""
         return self.shifted([-first for first in outer.start])
 
     def shifted(self, offset: Sequence[int]) -> "Box":
-        """The box, moved by this many indices on each axis."""
+        """Returns the box, moved by this many indices on each axis."""
         return Box(tuple(map(operator.add, self.start, offset)), tuple(map(operator.add, self.stop, offset)))
 
     def scaled(self, factors: Sequence[int]) -> "Box":
-        """The same part of an array that is longer by a factor on each axis."""
+        """Returns the same part of an array that is longer by a factor on each axis."""
         return Box(tuple(map(operator.mul, self.start, factors)), tuple(map(operator.mul, self.stop, factors)))
 
     def with_range(self, axis: int, start: int, stop: int) -> "Box":
-        """The box with another range on one axis."""
+        """Returns the box with another range on one axis."""
         return Box(
             (*self.start[:axis], start, *self.start[axis + 1 :]), (*self.stop[:axis], stop, *self.stop[axis + 1 :])
         )
 
     def aligned(self, cell: Sequence[int]) -> "Box":
-        """The cells that it touches, of a grid of cells of one shape that starts at the origin."""
+        """Returns the cells that it touches, in a grid of cells of one shape that starts at the origin."""
         return Box(
             tuple([a // n * n for a, n in zip(self.start, cell, strict=True)]),
             tuple([-(-b // n) * n for b, n in zip(self.stop, cell, strict=True)]),
@@ -123,7 +123,7 @@ class Box:
             yield Box(start, tuple([min(a + n, b) for a, n, b in zip(start, cell, self.stop, strict=True)]))
 
     def __sub__(self, other: "Box") -> list["Box"]:
-        """What this box has and the other lacks, as disjoint boxes."""
+        """Returns the elements of this box that are not in the other, as disjoint boxes."""
         common = self & other
         if not common.size:
             return [Box(self.start, self.stop)] if self.size else []
@@ -138,7 +138,7 @@ class Box:
         return parts
 
     def without(self, others: Iterable["Box"]) -> list["Box"]:
-        """What this box has and none of the others has, as disjoint boxes."""
+        """Returns the elements of this box that are in none of the others, as disjoint boxes."""
         rest: list[Box] = [self] if self.size else []
         for other in others:
             rest = [part for box in rest for part in box - other]
@@ -176,10 +176,10 @@ class Box:
 
 @functools.lru_cache(maxsize=4096)
 def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Device, Box]:
-    """The box of an array on each device of a JAX sharding, of other processes too.
+    """Returns the box of an array on each device of a JAX sharding, of other processes too.
 
-    Answers are shared between callers; do not change them. Cost: one Python object a device, once for each
-    sharding and shape.
+    Callers share the result and must not change it. It costs one Python object per device, once for each sharding and
+    shape.
 
     Raises:
         ValueError: the sharding does not fit the shape.
@@ -207,7 +207,7 @@ def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dic
 
 
 def part_boxes(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Key, dict[Device, Box]]:
-    """The boxes on each device, for each part (`MpmdSharding.parts`) of an array; a JAX sharding counts as group 0."""
+    """Returns the box on each device, for each part (`MpmdSharding.parts`); a JAX sharding counts as group 0."""
     shape = tuple(shape)
     if not isinstance(sharding, MpmdSharding):
         return {0: device_boxes(sharding, shape)}
@@ -223,7 +223,7 @@ def part_boxes(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Ke
 def held_cells(
     sharding: jax.sharding.Sharding, shape: Sequence[int]
 ) -> tuple[tuple[int, ...], dict[Box, tuple[int, ...]]]:
-    """Cuts an array into cells that no shard of any group cuts, each with the processes that have it.
+    """Cuts an array into cells that lie within every shard that they touch, each with the processes that have it.
 
     Returns:
         The shape of the cells, and the processes of each, ascending; the cells are in row-major order.

@@ -1,4 +1,4 @@
-"""Makes an object that holds a `jax.Array` answer as that array: operators, conversions, methods."""
+"""Makes an object that holds a `jax.Array` behave like that array: operators, conversions, methods."""
 
 # pyright: reportAssignmentType=false, reportIncompatibleMethodOverride=false
 
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-# The array that is held answers these. The holder answers whatever says where the array is.
+# The held array answers these. The holder answers questions about the place of the array.
 _METHODS = """
 T __array_namespace__ __dlpack__ __dlpack_device__ all any argmax argmin argpartition argsort astype at byteswap
 choose clip compress conj conjugate copy_to_host_async cumprod cumsum diagonal dot flat flatten is_ready item mT max
@@ -23,12 +23,12 @@ and rand or ror xor rxor lshift rlshift rshift rrshift eq ne lt le gt ge
 
 
 def _delegated(name: str) -> property:
-    """An attribute that is answered by the array which this process holds."""
+    """Returns an attribute that reads the same attribute of the held array."""
     return property(lambda self: getattr(self._readable(), name), doc=f"As `jax.Array.{name}`, of what is held here.")
 
 
 def _unary(name: str, readable: str) -> Callable[["ReadableArray"], object]:
-    """An operator that is answered by the array which the method `readable` gives."""
+    """Returns an operator that applies to the array from the method `readable`."""
 
     def forward(self: "ReadableArray") -> object:
         return getattr(getattr(self, readable)(), name)()
@@ -38,7 +38,7 @@ def _unary(name: str, readable: str) -> Callable[["ReadableArray"], object]:
 
 
 def _binary(name: str) -> Callable[["ReadableArray", object], object]:
-    """An operator between the array which this process holds and another operand."""
+    """Returns an operator between the held array and another operand."""
 
     def forward(self: "ReadableArray", other: object) -> object:
         mine, other = self._operands(other)
@@ -49,16 +49,16 @@ def _binary(name: str) -> Callable[["ReadableArray", object], object]:
 
 
 class ReadableArray(jax.Array):
-    """Everything that `jnp` and numpy ask of an array, answered by the array that `_readable` gives.
+    """Everything that `jnp` and numpy ask of an array, answered by the array that `_readable` returns.
 
-    It is a `jax.Array` to whoever asks `isinstance`: `jax.random` knows keys by that, and Flax, Equinox and Optax know
-    arrays by it. numpy leaves `numpy_array + x` to us, as it does for `jax.Array`.
+    It is a `jax.Array` to `isinstance`: `jax.random` recognises keys by that, and Flax, Equinox and Optax recognise
+    arrays by it. numpy leaves `numpy_array + x` to this class, as it does for `jax.Array`.
     """
 
     __slots__ = ()
     __array_priority__ = 100
 
-    # The array to compute with, and one whose every value is in this process; or the user's error if there is none.
+    # Return the array to compute with, and one with all values in this process, or raise the user's error.
     _readable: Callable[[], jax.Array]
     _host_readable: Callable[[], jax.Array | np.ndarray]
     _operands: Callable[[object], tuple[jax.Array, object]]  # both sides of an operator with something else
@@ -76,12 +76,12 @@ class ReadableArray(jax.Array):
 
     @property
     def imag(self) -> jax.Array:
-        """As `jax.Array.imag`, which on Explicit axes needs a mesh that is set to make the zeros of a real array."""
+        """Like `jax.Array.imag`, which on Explicit axes needs a mesh that is set to make the zeros of a real array."""
         x = self._readable()
         return x.imag if np.issubdtype(x.dtype, np.complexfloating) else jax.numpy.zeros_like(x)
 
     def __setitem__(self, index: object, value: object) -> None:
-        self._readable()[index] = value  # JAX's error, which says what to write
+        self._readable()[index] = value  # raises JAX's error, with its remedy
 
     def __len__(self) -> int:
         if not self.shape:
@@ -101,7 +101,7 @@ class ReadableArray(jax.Array):
 
 
 def is_plain(x: object) -> TypeGuard[jax.Array]:
-    """Whether it is an array of JAX's own, in one place; an MpmdArray is a `jax.Array` to `isinstance` too."""
+    """Returns whether it is one of JAX's own arrays; `isinstance` also takes an MpmdArray for a `jax.Array`."""
     return isinstance(x, jax.Array) and not isinstance(x, ReadableArray)
 
 

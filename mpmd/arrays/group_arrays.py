@@ -1,4 +1,4 @@
-"""Finds the place of each array that an `MpmdArray` is made of, and checks that it fits."""
+"""Finds the group or range of each array in an `MpmdArray`, and checks that it fits."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ Arrays = Sequence[jax.Array] | Mapping[Any, jax.Array]
 
 
 def whole_shape(arrays: Arrays, sharding: MpmdSharding, shape: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The shape of the whole array, if it was given or follows from the arrays; None if there are none."""
+    """Returns the shape of the whole array, if it was given or follows from the arrays; None if there are none."""
     if not isinstance(sharding, MpmdSharding):
         raise ValueError(f"MpmdArray: mpmd_sharding is a {type(sharding).__name__}, not an MpmdSharding.")
     if isinstance(arrays, (jax.Array, np.ndarray)):
@@ -37,8 +37,8 @@ def whole_shape(arrays: Arrays, sharding: MpmdSharding, shape: Sequence[int] | N
 
 
 def arrays_by_key(arrays: Arrays, sharding: MpmdSharding, shape: tuple[int, ...]) -> dict[Key, jax.Array]:
-    """The array of each part that this process holds, from a mapping by key or a sequence in any order. Without any
-    array none is held.
+    """Returns the array of each part that this process holds, from a mapping by key or a sequence in any order. Without
+    arrays, no part is held.
 
     Raises:
       ValueError: the arrays are not one for each part of this process that `sharding` names.
@@ -68,7 +68,7 @@ def _keys_text(keys: Collection[Key]) -> str:
 
 
 def _in_their_places(arrays: list[jax.Array], local: list[GroupPart], sharding: MpmdSharding) -> dict[Key, jax.Array]:
-    """The array of each part: the first of its shape on its mesh, else on its devices, else one that fits nowhere."""
+    """Assigns arrays to parts: the first of its shape on its mesh, else on its devices, else one that fits nowhere."""
     found: dict[Key, jax.Array] = {}
 
     for fits in (
@@ -99,7 +99,7 @@ def _is_on_devices(array: object, mesh: Mesh) -> bool:
 def check_arrays(
     arrays: Mapping[Key, jax.Array], sharding: MpmdSharding, shape: tuple[int, ...], dtype: DTypeLike
 ) -> None:
-    """Raises one ValueError that names everything about the arrays that does not fit."""
+    """Raises one ValueError with all faults of the arrays."""
     faults: list[str] = []
     parts = sharding.parts(shape)
     for part in parts:

@@ -1,7 +1,7 @@
-"""Typed PRNG keys and the integers that they are made of.
+"""Typed PRNG keys and the integers that represent them.
 
 Arrays of keys are cut, sent, stored and hashed as integers (their data), which have the axes of one key behind those of
-the array. All functions take any other dtype too, and leave its arrays, shapes and shardings as they are.
+the array. All functions accept any other dtype too, and leave its arrays, shapes and shardings unchanged.
 """
 
 import functools
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 def is_key(dtype: DTypeLike | None) -> bool:
-    """Whether a dtype is that of typed keys."""
+    """Returns whether a dtype is that of typed keys."""
     return not isinstance(dtype, np.dtype) and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
@@ -30,22 +30,22 @@ def _shape_of_one(dtype: DTypeLike | None) -> Shape:
 
 
 def data_shape(shape: Shape, dtype: DTypeLike) -> Shape:
-    """The shape of the data of an array."""
+    """Returns the shape of the data of an array."""
     return (*shape, *_shape_of_one(dtype)) if is_key(dtype) else tuple(shape)
 
 
 def shape_of_data(shape: Shape, dtype: DTypeLike | None) -> Shape:
-    """The shape of the array whose data has this one: the inverse of `data_shape`."""
+    """Returns the shape of an array from the shape of its data: the inverse of `data_shape`."""
     return tuple(shape[: len(shape) - len(_shape_of_one(dtype))]) if is_key(dtype) else tuple(shape)
 
 
 def data_dtype(dtype: DTypeLike) -> np.dtype:
-    """The dtype of the data of an array."""
+    """Returns the dtype of the data of an array."""
     return np.dtype(np.uint32 if is_key(dtype) else dtype)
 
 
 def data_sharding(sharding: Any, shape: Shape, dtype: DTypeLike) -> Any:
-    """The sharding of the data of an array of this shape, in the same places."""
+    """Returns the sharding of the data of an array of this shape, in the same places."""
     if not is_key(dtype) or not isinstance(sharding, NamedSharding | MpmdSharding):
         return sharding
     missing = len(data_shape(shape, dtype)) - len(sharding.spec)
@@ -56,7 +56,7 @@ def data_sharding(sharding: Any, shape: Shape, dtype: DTypeLike) -> Any:
 
 
 def to_data(x: Any) -> Any:
-    """The data of an array, in the same places."""
+    """Returns the data of an array, in the same places."""
     if not is_key(x.dtype):
         return x
     if not isinstance(x, MpmdArray):
@@ -67,7 +67,7 @@ def to_data(x: Any) -> Any:
 
 
 def from_data(data: Any, dtype: Any, sharding: MpmdSharding | None = None) -> Any:
-    """The array of a dtype whose data is given: the inverse of `to_data`; an `MpmdArray` has this sharding."""
+    """Returns the array of a dtype from its data: the inverse of `to_data`; an `MpmdArray` has this sharding."""
     if not is_key(dtype):
         return data
     if not isinstance(data, MpmdArray):
@@ -78,13 +78,13 @@ def from_data(data: Any, dtype: Any, sharding: MpmdSharding | None = None) -> An
 
 
 def zeros(shape: Shape, dtype: DTypeLike, device: Any = None) -> jax.Array:
-    """Zeros of any dtype, or keys whose data are zeros."""
+    """Returns zeros of any dtype, or keys with zeros as their data."""
     return from_data(jnp.zeros(data_shape(shape, dtype), data_dtype(dtype), device=device), dtype)
 
 
 @functools.lru_cache(maxsize=64)
 def implementation(dtype: DTypeLike) -> str | None:
-    """The name of the implementation of a key dtype (`jax.random.key_dtype` is its inverse); None for other dtypes."""
+    """Returns the name of a key dtype's implementation (the inverse is `jax.random.key_dtype`); None for others."""
     if not is_key(dtype):
         return None
     for name in ("threefry2x32", "rbg", "unsafe_rbg"):

@@ -18,13 +18,13 @@ REPLICATED: Layout = (PartitionSpec(), None)
 
 @functools.lru_cache(maxsize=4096)
 def mpmd_sharding(mesh: MpmdMesh, groups: frozenset[int], layout: Layout) -> MpmdSharding:
-    """One object for equal shardings, so that state which comes back is recognised at a glance."""
+    """Returns one object for equal shardings, so that returned state is recognised quickly."""
     spec, kind = layout
     return MpmdSharding(mesh, groups, spec, kind)
 
 
 def memory_kind(sharding: jax.sharding.Sharding) -> str | None:
-    """The memory kind of a sharding where it is not the default one of its devices."""
+    """Returns the memory kind of a sharding, if it is not the default one of its devices."""
     kind = sharding.memory_kind
     if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
         return None
@@ -33,7 +33,7 @@ def memory_kind(sharding: jax.sharding.Sharding) -> str | None:
 
 
 def fit(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
-    """`layout` on a group's mesh; axes that the mesh lacks or that do not divide the shape are left out."""
+    """Returns `layout` on a group's mesh, without axes that the mesh lacks or that do not divide the shape."""
     spec, kind = layout
     if all(n in mesh.shape for n in names_of(spec)):
         sharding = NamedSharding(mesh, spec, memory_kind=kind)
@@ -48,7 +48,7 @@ def fit(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
 
 
 def shortest(spec: PartitionSpec) -> PartitionSpec:
-    """The spec without trailing Nones."""
+    """Returns the spec without trailing Nones."""
     return PartitionSpec(*trimmed(spec.partitions), unreduced=spec.unreduced, reduced=spec.reduced)
 
 

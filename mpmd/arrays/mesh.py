@@ -22,7 +22,7 @@ from scheduler.base.texts import counted
 
 
 def _check_joined() -> None:
-    """A program under the launcher that forgets to join the others would run as often as there are processes."""
+    """Raises an error if a launched program has not joined the others: each process would run all of it."""
     count = os.environ.get("MPMD_NUM_PROCESSES", "1")
     if count != "1" and compat.distributed_client() is None:
         raise RuntimeError(
@@ -32,18 +32,18 @@ def _check_joined() -> None:
 
 
 class NoOneSharding(ValueError, AttributeError):
-    """No `jax.sharding` says where an array lies. Libraries ask `hasattr(x, "sharding")` first, which is then False."""
+    """An error: no single `jax.sharding` fits an array. Libraries ask `hasattr(x, "sharding")`, which is then False."""
 
 
 class MpmdMesh:
     """A mesh that is partitioned along one axis into groups of devices, one program each.
 
     Every group is a `jax.sharding.Mesh` that keeps the partitioned axis at size 1, so that specs which name it
-    stay valid, and keeps the axis types (Auto, Explicit, Manual) of the whole. A process may own several groups
+    stay valid, and keeps the axis types (Auto, Explicit, Manual) of the whole mesh. A process may own several groups,
     and a group may span several processes.
 
-    `with mesh:` is `with mesh.jax_mesh:`, JAX's own context of the whole mesh, for code that asks for the mesh of its
-    context. A step needs no such context.
+    `with mesh:` is `with mesh.jax_mesh:`, JAX's own context of the whole mesh, for code that asks for the current mesh.
+    A step needs no such context.
 
     Args:
         jax_mesh: the whole mesh.
@@ -64,8 +64,8 @@ class MpmdMesh:
     jax_mesh: Mesh | None
     mpmd_axis_name: str | None
     groups: tuple[Mesh, ...]
-    target: Target | None = None  # what the devices are, if `topology_mesh` made them
-    is_part: bool = False  # whether `mpmd_submesh` made it: other processes may have the other groups
+    target: Target | None = None  # the data sheet of the devices, if `topology_mesh` made them
+    is_part: bool = False  # whether `mpmd_submesh` made it: then other processes may have the other groups
 
     @compat.api_boundary
     def __init__(self, jax_mesh: Mesh, mpmd_axis_name: str):
@@ -90,10 +90,10 @@ class MpmdMesh:
     @classmethod
     @compat.api_boundary
     def from_groups(cls, groups: Iterable[Mesh]) -> "MpmdMesh":
-        """A mesh of groups that are meshes of their own.
+        """Returns a mesh with separate meshes as its groups.
 
-        They may differ in shape, axis names and axis types, and may share devices: all groups on one device is how
-        a laptop or a single GPU runs every group. `.jax_mesh` and `.mpmd_axis_name` are None.
+        They may differ in shape, axis names and axis types, and may share devices: with all groups on one device, a
+        laptop or a single GPU runs every group. `.jax_mesh` and `.mpmd_axis_name` are None.
 
         Raises:
             ValueError: there is no group, or one of them is not a `jax.sharding.Mesh`.
@@ -118,7 +118,7 @@ class MpmdMesh:
         return mesh
 
     def __deepcopy__(self, memo: dict[int, object]) -> "MpmdMesh":
-        return self  # devices have no copies, and nothing changes it
+        return self  # devices cannot be copied, and nothing changes a mesh
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -156,14 +156,14 @@ class MpmdMesh:
 
     @property
     def num_groups(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         return len(self.groups)
 
     mpmd_dim = num_groups
 
     @property
     def unstack(self) -> tuple[Mesh, ...]:
-        """The groups; another name for `.groups`."""
+        """Returns the groups; another name for `.groups`."""
         return self.groups
 
     @functools.cached_property
@@ -176,7 +176,7 @@ class MpmdMesh:
 
     @compat.api_boundary
     def group_of(self, device: Device) -> int:
-        """The group that has this device, the lowest one if several share it."""
+        """Returns the group that has this device, the lowest one if several share it."""
         try:
             return self._group_of[device]
         except KeyError:
@@ -189,12 +189,12 @@ class MpmdMesh:
 
     @functools.cached_property
     def is_described(self) -> bool:
-        """Whether the devices are only described (`topology_mesh`): programs are compiled for them, not called."""
+        """Whether the devices are only described (`topology_mesh`): programs can be compiled for them, not called."""
         return any(compat.is_described(mesh.devices.flat[0]) for mesh in self.groups)
 
     @functools.cached_property
     def processes(self) -> tuple[tuple[int, ...], ...]:
-        """Per group, the indices of the processes that own its devices, ascending."""
+        """The indices of the processes that own the devices of each group, ascending."""
         return tuple(tuple(sorted({d.process_index for d in mesh.devices.flat})) for mesh in self.groups)
 
     @functools.cached_property
@@ -224,22 +224,22 @@ class MpmdMesh:
         return self.groups[self.my_mpmd_axis_index]
 
     def lowering_mesh(self) -> Mesh:
-        """The mesh of one group, with the mpmd axis at size 1: what a stage is compiled for."""
+        """Returns the mesh of one group, with the mpmd axis at size 1, for which stages are compiled."""
         return self.groups[0]
 
     def tracing_mesh(self) -> Mesh:
-        """The mesh that a step names for its own: the whole mesh, or the first of separate groups.
+        """Returns the mesh that code of a step names as its own: the whole mesh, or the first of separate groups.
 
-        Inside of the step the mpmd axis has size 1.
+        Inside the step the mpmd axis has size 1.
         """
         return self.groups[0] if self.jax_mesh is None else self.jax_mesh
 
     @compat.api_boundary
     def mpmd_submesh(self, ids: Iterable[int]) -> "MpmdMesh":
-        """The groups `ids` alone, in that order, renumbered from 0: the place of a role, beside others.
+        """Returns only the groups `ids`, in that order, renumbered from 0: the place of a role next to other roles.
 
-        Steps of submeshes without a common group run at the same time. Every process makes the calls of all roles; one
-        that has no device of a role does nothing there.
+        Steps of submeshes without a common group run at the same time. Every process makes the calls of all roles; a
+        process without a device of a role does nothing there.
         """
         ids = [int(i) for i in ids]
         bad = [i for i in ids if not 0 <= i < self.num_groups]
@@ -256,7 +256,7 @@ class MpmdMesh:
         return mesh
 
     def mesh_over(self, ids: Sequence[int]) -> Mesh:
-        """One mesh over the devices of some groups; over separate groups it has one more axis, in front.
+        """Returns one mesh over the devices of some groups; over separate groups it has one more axis, in front.
 
         Raises:
             ValueError: the groups' meshes differ in shape or axes, or share some of their devices.
@@ -281,7 +281,7 @@ class MpmdMesh:
 
 
 def _part(mesh: Mesh, axis_name: str, ids: Sequence[int]) -> Mesh:
-    """The devices with these indices on an axis."""
+    """Returns the mesh of the devices with these indices on an axis."""
     devices = np.take(mesh.devices, ids, axis=mesh.axis_names.index(axis_name))
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
@@ -290,12 +290,12 @@ _in_use: weakref.WeakValueDictionary[int, MpmdMesh] = weakref.WeakValueDictionar
 
 
 def meshes_in_use() -> list[MpmdMesh]:
-    """The meshes of this process, the latest first: for messages about arrays that do not say which one is theirs."""
+    """Returns the meshes of this process, the latest first: for messages about arrays that do not name their mesh."""
     return list(_in_use.values())[::-1]
 
 
 def groups_text(groups: Iterable[int]) -> str:
-    """`group 2`, `groups {0, 3}` or `no group`, for messages."""
+    """Returns `group 2`, `groups {0, 3}` or `no group`, for messages."""
     groups = sorted(groups)
     if not groups:
         return "no group"
@@ -303,5 +303,5 @@ def groups_text(groups: Iterable[int]) -> str:
 
 
 def is_local(device: Device) -> bool:
-    """Whether a device is this process's; described ones count as such."""
+    """Returns whether a device belongs to this process; described devices do."""
     return compat.is_described(device) or device.process_index == device.client.process_index()

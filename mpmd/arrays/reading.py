@@ -1,4 +1,4 @@
-"""Reads an `MpmdArray` as one array: the array of a group, or the pieces of a split one put together."""
+"""Reads an `MpmdArray` as one array: the array of a group, or the joined pieces of a split array."""
 
 import functools
 import operator
@@ -17,11 +17,11 @@ from mpmd.arrays.shards import Device
 from scheduler.base.texts import counted
 
 Array = Any  # an MpmdArray, which is defined on top of this module
-Devices = Collection[Device] | int  # or how many they are
+Devices = Collection[Device] | int  # or their number
 
 
 def is_here(x: Array) -> bool:
-    """Whether this process has every value."""
+    """Returns whether this process has every value."""
     if x.is_deleted():
         return False
     readable = [_is_readable(array) for array in x._arrays.values()]
@@ -35,7 +35,7 @@ def _is_readable(array: jax.Array) -> bool:
 
 
 def as_weak(x: jax.Array) -> jax.Array:
-    """An array of a weak type, where it is."""
+    """Returns the array with a weak type, on the same devices."""
     return _weakly(x.shape, x.dtype, x.sharding if x.committed else None)(x)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -46,7 +46,7 @@ def _weakly(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None) 
 
 
 def on_host(x: Array) -> jax.Array | np.ndarray:
-    """Something that numpy makes all values of: an array of one group, or the pieces, joined on the host.
+    """Returns the values for numpy: an array of one group, or the pieces, joined on the host.
 
     Raises:
         RuntimeError: this process lacks some of them.
@@ -64,19 +64,19 @@ def on_host(x: Array) -> jax.Array | np.ndarray:
 
 
 def joined(x: Array, group: int) -> jax.Array:
-    """A split array as a whole one in one group; its pieces, which must all be in this process, are copied there."""
+    """Returns a split array as a whole one in one group; its pieces must be in this process, and are copied there."""
     if not x.is_fully_addressable:
         raise unreadable(x, "just a part of it")
     axis, target, pieces = x.mpmd_sharding.split_axis, x.mpmd_sharding.group_sharding(group), list(x.pieces.values())
     entries = list(target.spec)
     if axis < len(entries):
-        entries[axis] = None  # a piece may have fewer rows than this array axis is cut into
+        entries[axis] = None  # a piece may have too few rows for the axes that shard them
     pieces = jax.device_put(pieces, NamedSharding(target.mesh, PartitionSpec(*entries)))
     return jax.device_put(jnp.concatenate(pieces, axis) if len(pieces) > 1 else pieces[0], target)
 
 
 def row(x: Array, index: Any) -> jax.Array | None:
-    """What an index selects that is one row of a split array, from its piece; None for all other indices.
+    """Returns one row of a split array from its piece, if the index selects one row; else None.
 
     Raises:
         IndexError: there is no such row.
@@ -105,7 +105,7 @@ def _is_basic(entry: object) -> bool:
 
 
 def operands(x: Array, other: Any) -> tuple[jax.Array, Any]:
-    """Both sides of an operator as arrays of one group, the lowest that has both."""
+    """Returns both sides of an operator as arrays of one group, the lowest that has both."""
     if isinstance(other, type(x)):
         mine = _near(x, other)
         theirs = _near(other, mine[0])
@@ -126,7 +126,7 @@ def operands(x: Array, other: Any) -> tuple[jax.Array, Any]:
 
 
 def _near(x: Array, other: Any) -> list[jax.Array]:
-    """The arrays that it can be read as; a split one only in the group where the other operand is."""
+    """Returns the arrays that `x` can be read as; a split one is read only in the group of the other operand."""
     if not x._is_split:
         first = x._readable()
         return [first, *x._arrays.values()]
@@ -136,7 +136,7 @@ def _near(x: Array, other: Any) -> list[jax.Array]:
 
 
 def unreadable(x: Array, what: str, groups: Sequence[int] = ()) -> RuntimeError:
-    """The error where this process lacks something, and the groups that have it."""
+    """Returns the error for values that this process lacks, with the groups that have them."""
     where = ""
     if groups:
         processes = sorted({p for group in groups for p in x.mpmd_sharding.mpmd_mesh.processes[group]})
@@ -149,28 +149,28 @@ def unreadable(x: Array, what: str, groups: Sequence[int] = ()) -> RuntimeError:
 
 
 def few_values(x: Array) -> str:
-    """A scalar's or a short vector's values, where they can be read; so that a tree of metrics prints them."""
+    """Returns the values of a scalar or a short vector, if readable, so that a printed tree of metrics shows them."""
     if x.ndim > 1 or x.size > 16 or jnp.issubdtype(x.dtype, jax.dtypes.extended) or not is_here(x):
         return ""
     try:
         values = np.asarray(on_host(x))
         return (np.array2string(values, separator=", ") if x.ndim else str(values)) + ", "
-    except Exception:  # its computation failed; reading the array raises the error
+    except Exception:  # its computation failed; reading the array will raise the error
         return ""
 
 
 def mismatch_of_groups(devices: Devices, other_devices: Devices) -> str | None:
-    """The error where one function of JAX is called on what was read or computed in several groups; None elsewhere."""
+    """Returns the error for a JAX function with arguments in several groups of a known mesh; else None."""
     if isinstance(devices, int) or isinstance(other_devices, int):
         return None
-    for mesh in meshes_in_use():  # the arrays do not say which is theirs
+    for mesh in meshes_in_use():  # the arrays do not name their mesh
         if {frozenset(devices), frozenset(other_devices)} <= {frozenset(group.devices.flat) for group in mesh.groups}:
             return mismatch(mesh, devices, other_devices)
     return None
 
 
 def mismatch(mesh: MpmdMesh, devices: Devices, other_devices: Devices) -> str:
-    """The error where one function of JAX is called on arrays of several groups of a mesh."""
+    """Returns the error for a JAX function with arguments in several groups of a mesh."""
     return (
         f"jax.jit: the arguments are on different devices: {_place(mesh, devices)} and {_place(mesh, other_devices)}.\n"
         "  A function of JAX runs on the devices of one group. Make it a step, mpmd.jit(fun, mpmd_mesh=...), which runs"
@@ -179,7 +179,7 @@ def mismatch(mesh: MpmdMesh, devices: Devices, other_devices: Devices) -> str:
 
 
 def _place(mesh: MpmdMesh, devices: Devices) -> str:
-    """The groups of some devices, for messages."""
+    """Returns the groups of some devices, for messages."""
     if isinstance(devices, int):
         return f"a mesh of {devices} devices"
     try:

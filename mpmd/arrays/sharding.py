@@ -1,7 +1,7 @@
 """How an array is sharded over groups of devices.
 
-An `MpmdSharding` says which groups hold an array, whether each of them has all of it or a part, and how it shards what
-it has. It is a value: it owns no memory, compares by content and can be a dictionary key.
+An `MpmdSharding` says which groups hold an array, whether each of them has all of it or a part, and how it shards that.
+It is a value: it owns no memory, compares by content and can be a dictionary key.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ _FIELDS = ("mpmd_mesh", "mesh_ids", "spec", "memory_kind", "split", "split_axis"
 
 
 class GroupPart(NamedTuple):
-    """What one group holds of an array as one `jax.Array`.
+    """The part of an array that one group holds as one `jax.Array`.
 
     Attributes:
-        key: the group if it holds the whole array, or the range (start, stop) that it holds of a split one.
+        key: the group if it holds the whole array, or its range (start, stop) of a split array.
         group: the group.
-        offset: where the part begins, on each array axis.
+        offset: the start of the part, on each array axis.
         shape: its shape.
     """
 
@@ -44,32 +44,32 @@ class GroupPart(NamedTuple):
 
     @property
     def rows_text(self) -> str:
-        """`rows 0:3 in group 2: ` of a split array, for messages; else nothing."""
+        """`rows 0:3 in group 2: ` for a split array, for messages; else empty."""
         return f"rows {self.key[0]}:{self.key[1]} in group {self.group}: " if isinstance(self.key, tuple) else ""
 
 
 class MpmdSharding(jax.sharding.Sharding):
-    """Which groups hold an array, all of it or a part each, and how each of them shards what it has.
+    """Which groups hold an array, all of it or a part each, and how each of them shards it.
 
-    It says where an array is wherever JAX only asks (`jax.ShapeDtypeStruct(shape, dtype, sharding=…)`); where JAX
-    would make an array of its own (`jax.device_put`, `jax.jit(out_shardings=…)`), the error names what to call instead.
+    It describes an array wherever JAX only asks (`jax.ShapeDtypeStruct(shape, dtype, sharding=…)`). Where JAX would
+    make a single array (`jax.device_put`, `jax.jit(out_shardings=…)`), the error names the function to call instead.
 
     Args:
         mpmd_mesh: the groups.
         mesh_ids: the groups that hold the array; an int is one group. Empty means that no group uses it; such an array
             is placed in group 0.
-        spec: how a group shards it. Without the mpmd axis each group has a full copy. Where the spec names the mpmd
+        spec: how a group shards the array. Without the mpmd axis each group has a full copy. If the spec names the mpmd
             axis, the array is *split* there: each group has an equal range of that array axis, in the order of the
-            groups, and nothing else of the array. Over one group the name is dropped.
+            groups, and nothing else of the array. With one group the name is dropped.
         memory_kind: as in `jax.sharding.NamedSharding`.
-        split: which ranges each group has, `{group: ((start, stop), ...)}`, for parts that are not equal or not in
-            order. No row may be in two ranges or in none.
-        split_axis: the array axis that is split. It is needed only where the spec does not name the mpmd axis and
+        split: the ranges of each group, `{group: ((start, stop), ...)}`, for parts that are not equal or not in
+            order. Every row must be in exactly one range.
+        split_axis: the array axis that is split. It is needed only if the spec does not name the mpmd axis and
             the array is not split along axis 0.
 
     Raises:
-        ValueError: a group that does not exist, a spec that names axes which a group lacks, a memory kind
-            that its devices lack, or ranges that do not make up an array.
+        ValueError: a group does not exist, the spec names axes that a group lacks, the devices lack the memory
+            kind, or the ranges do not make up an array.
 
     Examples:
         >>> mesh = MpmdMesh(jax.make_mesh((4, 2), ("stage", "data")), "stage")
@@ -129,12 +129,12 @@ class MpmdSharding(jax.sharding.Sharding):
 
     @property
     def summary(self) -> str:
-        """`groups {0, 1} of 4, axis 0 split evenly, P('data',)`, for messages; of many ranges only their number."""
+        """`groups {0, 1} of 4, axis 0 split evenly, P('data',)`, for messages; many ranges are only counted."""
         return self._text(self.split_summary)
 
     @property
     def split_summary(self) -> str:
-        """`axis 0 split evenly`, or nothing."""
+        """`axis 0 split evenly`, or empty."""
         return "" if self._split is None else self._split.summary
 
     def _text(self, split: str) -> str:
@@ -153,7 +153,7 @@ class MpmdSharding(jax.sharding.Sharding):
 
     @property
     def spec(self) -> PartitionSpec:
-        """How each group shards what it has; it does not name the mpmd axis."""
+        """How each group shards its part; the mpmd axis is left out."""
         return self._key[2]
 
     @property
@@ -177,11 +177,11 @@ class MpmdSharding(jax.sharding.Sharding):
 
     @property
     def local_groups(self) -> list[int]:
-        """Those of them that have a device of this process."""
+        """The groups that hold the array and have a device of this process."""
         return [group for group in self.groups if group in self.mpmd_mesh.local_groups]
 
     def group_sharding(self, group: int) -> NamedSharding:
-        """The sharding of what a group has, inside of that group, which need not be one of `mesh_ids`.
+        """Returns the sharding of a group's part inside the group, which need not be one of `mesh_ids`.
 
         Each range of a split array is an array of its own, and has this sharding.
         """
@@ -192,13 +192,13 @@ class MpmdSharding(jax.sharding.Sharding):
         return sharding
 
     def ranges(self, num_rows: int) -> tuple[Range, ...]:
-        """The ranges of a split array, each with its group, sorted by their start.
+        """Returns the ranges of a split array, each with its group, sorted by their start.
 
         Args:
             num_rows: the length of the array along `split_axis`.
 
         Raises:
-            ValueError: the array is not split, or cannot be split like this.
+            ValueError: the array is not split, or cannot be split this way.
         """
         if self._split is None:
             raise ValueError(f"{self!r} does not split an array: each group has all of it.")
@@ -208,15 +208,15 @@ class MpmdSharding(jax.sharding.Sharding):
             raise ValueError(f"{self!r}: {error}.") from None
 
     def parts(self, shape: Sequence[int]) -> tuple[GroupPart, ...]:
-        """What the groups hold of an array of this shape: one part for each group, or for each range of a split one.
+        """Returns the parts of an array of this shape: one for each group, or for each range of a split array.
 
         Raises:
-            ValueError: a split array of this shape cannot be.
+            ValueError: an array of this shape cannot be split this way.
         """
         return _parts(self, tuple(shape))
 
     def local_parts(self, shape: Sequence[int]) -> list[GroupPart]:
-        """Those of `parts` that are in a group of this process."""
+        """Returns the `parts` in groups of this process."""
         return [part for part in self.parts(shape) if part.group in self.mpmd_mesh.local_groups]
 
     @functools.cached_property
@@ -239,14 +239,14 @@ class MpmdSharding(jax.sharding.Sharding):
         return NamedSharding(mesh, spec, memory_kind=self.memory_kind)
 
     def shards(self, shape: Sequence[int]) -> tuple[PlacedShard, ...]:
-        """Which part of an array of this shape each device has, in the order of `.sharding`, alike in every process.
+        """Returns each device's part of an array of this shape, in the order of `.sharding`, alike in every process.
 
-        Of the shards of one index exactly one has `replica_id` 0, in the lowest group that has this index. Where
-        there is no such sharding, and where groups share devices, the order is that of the groups.
+        Among the shards of one index exactly one has `replica_id` 0, in the lowest group that has this index. Without a
+        `.sharding`, and if groups share devices, the order is that of the groups.
         """
         return _shards(self, tuple(shape))
 
-    # `dataclasses.replace`, as code that is ported from JaxPP calls it, asks for the names of the fields here.
+    # `dataclasses.replace`, which code ported from JaxPP calls, asks for the names of the fields here.
     __dataclass_fields__ = dataclasses.make_dataclass("_Fields", _FIELDS).__dataclass_fields__
 
     def _fields(self) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class MpmdSharding(jax.sharding.Sharding):
 
     @compat.api_boundary
     def replace(self, **changes: Any) -> "MpmdSharding":
-        """The same sharding with some fields changed. A spec that names the mpmd axis replaces `split_axis` too."""
+        """Returns this sharding with some fields changed. A spec that names the mpmd axis replaces `split_axis` too."""
         fields = self._fields()
         mesh = changes.get("mpmd_mesh", self.mpmd_mesh)
         if named_axis(as_spec(changes.get("spec")), mesh.mpmd_axis_name) is not None:
@@ -267,7 +267,7 @@ class MpmdSharding(jax.sharding.Sharding):
         return self.replace(memory_kind=kind)
 
     def is_equivalent_to(self, other: jax.sharding.Sharding, ndim: int) -> bool:
-        """Whether both place an array of this rank in the same way, however their specs are written."""
+        """Returns whether both place an array of this rank in the same way, however their specs are written."""
         if self == other:
             return True
         return (
@@ -279,7 +279,7 @@ class MpmdSharding(jax.sharding.Sharding):
         )
 
     def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of one device's part, in the lowest group that holds the array.
+        """Returns the shape of one device's part, in the lowest group that holds the array.
 
         Raises:
             ValueError: the ranges of a split array differ in length, and so do its shards.
@@ -315,11 +315,11 @@ class MpmdSharding(jax.sharding.Sharding):
 
     @property
     def is_fully_addressable(self) -> bool:
-        """Whether all these devices are this process's."""
+        """Whether all these devices belong to this process."""
         return all(is_local(device) for device in self.device_set)
 
     def devices_indices_map(self, global_shape: Sequence[int]) -> dict[Device, tuple[slice, ...]]:
-        """Per device, the part of an array that it has; of a device that groups share, the lowest group's.
+        """Returns each device's part of an array; for a device that groups share, the lowest group's part.
 
         Raises:
             ValueError: a device has several parts of a split array.
@@ -335,7 +335,7 @@ class MpmdSharding(jax.sharding.Sharding):
             )
         return found
 
-    # What makes one `jax.Array` of a sharding asks for one of these.
+    # JAX reads one of these to make one `jax.Array` of a sharding.
 
     def _no_single_array(self, *_: object, **__: object) -> NoReturn:
         raise ValueError(
@@ -378,7 +378,7 @@ def _shards(sharding: MpmdSharding, shape: tuple[int, ...]) -> tuple[PlacedShard
 
 
 def _moved(index: tuple[slice, ...], part: GroupPart, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """An index of a part, as one of the array: a slice of a whole axis is written as JAX writes it."""
+    """Converts an index in a part to one in the array: a slice of a whole axis is written as JAX writes it."""
     if part.shape == shape:
         return index
     ends = [
@@ -391,7 +391,7 @@ def _moved(index: tuple[slice, ...], part: GroupPart, shape: tuple[int, ...]) ->
 
 
 def _is_same_split(one: Split | None, other: Split | None) -> bool:
-    """Whether two splits put the same rows into the same groups: an even split may be written out."""
+    """Returns whether two splits put the same rows into the same groups: an even split may be written out."""
     if one is None or other is None or one.axis != other.axis or one.given == other.given:
         return one == other
     num_rows = next(split.given[-1].stop for split in (one, other) if split.given)

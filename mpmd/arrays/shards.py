@@ -1,4 +1,4 @@
-"""Tells which part of an array each device has, numbered as one `jax.Array` over all devices would number it."""
+"""Computes the part of an array on each device, numbered as one `jax.Array` over all devices would number it."""
 
 import collections
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ Index = tuple[slice, ...]
 
 
 class PlacedShard(NamedTuple):
-    """Which part of an array one device has in one group. `key` is that of the `Part` which the group holds."""
+    """The part of an array on one device in one group. `key` is the key of the group's `Part`."""
 
     device: Device
     index: Index  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -25,7 +25,7 @@ class PlacedShard(NamedTuple):
 def placed_shards(
     parts: Iterable[tuple[Device, Index, int, int | tuple[int, int]]], order: Sequence[Device] | None
 ) -> tuple[PlacedShard, ...]:
-    """The parts on all devices of all groups. Those of one index have the replica ids 0, 1, 2, …
+    """Returns the parts on all devices of all groups. Parts of one index have the replica ids 0, 1, 2, …
 
     Args:
         parts: device, index, group and key of each, group after group.
@@ -45,7 +45,7 @@ def placed_shards(
 
 
 def stacked(meshes: Sequence[Mesh]) -> Mesh:
-    """One mesh over meshes of one shape, with an axis of them in front that no spec of theirs names."""
+    """Returns one mesh over meshes of one shape, with a new axis in front that none of their specs names."""
     first = meshes[0]
     name = "mpmd"
     while name in first.axis_names:

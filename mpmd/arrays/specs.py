@@ -1,4 +1,4 @@
-"""Reads the ways to write a spec, and checks that the meshes of groups can follow it."""
+"""Reads the ways to write a spec, and checks that the meshes of groups fit it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -8,7 +8,7 @@ SpecLike = PartitionSpec | Sequence[object] | str | None
 
 
 def as_spec(spec: SpecLike) -> PartitionSpec:
-    """A spec that was written as a tuple, the name of an axis or None, as a `PartitionSpec`."""
+    """Returns a tuple, the name of an axis or None as a `PartitionSpec`."""
     if isinstance(spec, PartitionSpec):
         return spec
     if spec is None:
@@ -21,19 +21,19 @@ def as_spec(spec: SpecLike) -> PartitionSpec:
 
 
 def names_of(spec: PartitionSpec) -> list[str]:
-    """The mesh axes that a spec names, in order."""
+    """Returns the mesh axes that a spec names, in order."""
     return [n for e in spec.partitions for n in (e if isinstance(e, tuple) else (e,)) if n is not None]
 
 
 def trimmed(entries: Sequence[object]) -> tuple[object, ...]:
-    """The entries of a spec without trailing Nones."""
+    """Returns the entries of a spec without trailing Nones."""
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return tuple(entries)
 
 
 def without_axis(spec: PartitionSpec, axis_name: str | None) -> PartitionSpec:
-    """The spec with one mesh axis dropped, and each entry in its shortest form."""
+    """Returns the spec with one mesh axis dropped, and each entry in its shortest form."""
     entries: list[object] = []
     for entry in spec.partitions:
         if isinstance(entry, (tuple, list)):
@@ -45,7 +45,7 @@ def without_axis(spec: PartitionSpec, axis_name: str | None) -> PartitionSpec:
 
 
 def with_axis(spec: PartitionSpec, axis_name: str, array_axis: int) -> PartitionSpec:
-    """The spec with one mesh axis more, which cuts an array axis before the axes that are named there."""
+    """Returns the spec with one more mesh axis, which cuts an array axis before the axes already named there."""
     entries: list[object] = [*spec.partitions, *[None] * (array_axis + 1 - len(spec))]
     entry = entries[array_axis]
     names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
@@ -56,7 +56,7 @@ def with_axis(spec: PartitionSpec, axis_name: str, array_axis: int) -> Partition
 def group_shardings(
     meshes: Mapping[int, Mesh], spec: PartitionSpec, memory_kind: str | None
 ) -> dict[int, NamedSharding]:
-    """The sharding in each group; raises one error for all groups where there is none."""
+    """Returns the sharding in each group; raises one error for all groups that have none."""
     if PartitionSpec.UNCONSTRAINED in spec.partitions:
         raise ValueError(f"MpmdSharding: spec={spec} is unconstrained; where an array lies must be said in full.")
     faults: list[str] = []
@@ -76,5 +76,5 @@ def group_shardings(
 
 
 def quoted(names: Iterable[object]) -> str:
-    """Names of axes as messages show them."""
+    """Returns names of axes as messages show them."""
     return ", ".join(repr(name) for name in names) or "no axes"

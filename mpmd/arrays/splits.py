@@ -1,4 +1,4 @@
-"""How an array is split over groups: each of them has ranges of one array axis, and nothing else of the array."""
+"""How an array is split over groups: each group has ranges of one array axis, and nothing else of the array."""
 
 import dataclasses
 import functools
@@ -36,10 +36,10 @@ class Split:
     given: tuple[Range, ...] | None = None
 
     def ranges(self, num_rows: int) -> tuple[Range, ...]:
-        """The ranges of an array that has so many rows on the split axis, sorted by their start.
+        """Returns the ranges of an array with this many rows on the split axis, sorted by their start.
 
         Raises:
-            ValueError: the split is not of that many rows, or cannot be even.
+            ValueError: the split is for another number of rows, or cannot be even.
         """
         if self.given is None:
             return _even(num_rows, self.axis, self.groups)
@@ -55,14 +55,14 @@ class Split:
         return [r.group for r in self.given] == list(self.groups) and len({r.stop - r.start for r in self.given}) == 1
 
     def by_group(self) -> dict[int, tuple[tuple[int, int], ...]] | None:
-        """As the user writes it; None if it is even."""
+        """Returns the split as the user writes it; None if it is even."""
         if self.given is None:
             return None
         return {g: tuple([(r.start, r.stop) for r in self.given if r.group == g]) for g in self.groups}
 
     @property
     def summary(self) -> str:
-        """As `str`, but of many ranges only their number."""
+        """Returns the split in words; many ranges are only counted. Otherwise like `str`."""
         many = self.given is not None and len(self.given) > 8
         return f"axis {self.axis} split into {len(self.given or ())} ranges" if many else str(self)
 
@@ -85,10 +85,10 @@ def _even(num_rows: int, axis: int, groups: tuple[int, ...]) -> tuple[Range, ...
 
 
 def named_axis(spec: PartitionSpec, axis_name: str | None) -> int | None:
-    """The array axis at which a spec names a mesh axis.
+    """Returns the array axis at which a spec names a mesh axis.
 
     Raises:
-        ValueError: it names it at two.
+        ValueError: the spec names it at two array axes.
     """
     found = [
         axis
@@ -106,7 +106,7 @@ def named_axis(spec: PartitionSpec, axis_name: str | None) -> int | None:
 def as_split(
     split: SplitLike, groups: tuple[int, ...], mesh_ids: frozenset[int], axis: int | None, named: int | None
 ) -> Split | None:
-    """The split that a user asks for; None if every group has the whole array.
+    """Returns the split that a user asks for; None if every group has the whole array.
 
     Args:
         split: the ranges of each group, or None.
@@ -135,7 +135,7 @@ def as_split(
 
 
 def _parsed(split: Mapping[int, Iterable[Sequence[int]]]) -> tuple[list[Range], list[str]]:
-    """All ranges, sorted, and what is wrong with single ones."""
+    """Returns all ranges, sorted, and the faults of single ranges."""
     ranges: list[Range] = []
     faults: list[str] = []
     for group, given in split.items():
@@ -158,7 +158,7 @@ def _wrong_groups(groups: set[int], mesh_ids: frozenset[int]) -> list[str]:
 
 
 def _gaps(ranges: Sequence[Range]) -> list[str]:
-    """Where ranges overlap, or leave rows to no group."""
+    """Returns where ranges overlap, or leave rows to no group."""
     faults: list[str] = []
     end = Range(0, 0, -1)
     for r in ranges:

@@ -1,7 +1,7 @@
-"""Data sheets of accelerators that programs are compiled for without having one.
+"""Data sheets of accelerators, so that programs can be compiled for them without having one.
 
-Figures are those of the public data sheets, dense (without sparsity), per device. A machine may have less: make a
-description of your own with `dataclasses.replace(mpmd.Target.named("h100"), memory_nbytes=...)`.
+Figures come from the public data sheets, dense (without sparsity), per device. A machine may have less: describe your
+own with `dataclasses.replace(mpmd.Target.named("h100"), memory_nbytes=...)`.
 """
 
 import dataclasses
@@ -16,18 +16,18 @@ class Target:
 
     Attributes:
       name: short, for messages.
-      description: as the device calls itself.
+      description: the name that the device reports.
       platform: "cuda" or "tpu".
       memory_nbytes: of device memory.
-      memory_bandwidth: bytes a second.
-      flops: floating-point operations a second on matrix units, for bfloat16.
+      memory_bandwidth: bytes per second.
+      flops: floating-point operations per second on matrix units, for bfloat16.
       flops_float32: the same for float32 operands at JAX's default precision (TF32 on NVIDIA GPUs).
-      flops_float8: the same for float8 operands; 0 where matrix units know none, and products are as those of bfloat16.
-      matrix_efficiency: the part of `flops` that the fastest large matrix product was measured to reach, by itself.
-      attention_efficiency: the part of `flops` that cuDNN's attention was measured to reach.
-      link_bandwidth: bytes a second that a device sends to others of its host (or NVLink domain).
-      network_bandwidth: bytes a second that a device sends to other hosts.
-      devices_per_link_domain: how many devices are joined by `link_bandwidth`.
+      flops_float8: the same for float8 operands; 0 if matrix units have no float8, and bfloat16 is used.
+      matrix_efficiency: the part of `flops` that the fastest large matrix product reaches alone, as measured.
+      attention_efficiency: the part of `flops` that cuDNN's attention reaches, as measured.
+      link_bandwidth: bytes per second that a device sends to others of its host (or NVLink domain).
+      network_bandwidth: bytes per second that a device sends to other hosts.
+      devices_per_link_domain: the number of devices joined by `link_bandwidth`.
       capability: of CUDA.
       cores: streaming multiprocessors.
       clock_ghz, l2_nbytes, shared_nbytes: clock, L2 cache, and shared memory of a multiprocessor.
@@ -56,7 +56,7 @@ class Target:
 
     @classmethod
     def named(cls, name: str) -> "Target":
-        """One of the built-in targets.
+        """Returns one of the built-in targets.
 
         Raises:
           ValueError: there is none of that name.
@@ -66,7 +66,7 @@ class Target:
         return cls.known[name.lower()]
 
     def cuda_config(self) -> str:
-        """The device as XLA's compiler for GPUs takes it: a `GpuTargetConfigProto` as text."""
+        """Returns the device in the form for XLA's GPU compiler: a `GpuTargetConfigProto` as text."""
         major, minor = self.capability
         info = {
             "threads_per_block_limit": 1024,
@@ -99,10 +99,10 @@ def _cuda(name: str, description: str, **figures: Any) -> None:
     Target.known[name] = Target(name, description, "cuda", **figures)
 
 
-# Of products alone, the table "Maximum Achievable Matmul FLOPS" (bfloat16) in S. Bekman, Machine Learning Engineering
-# (github.com/stas00/ml-engineering): 267.9 TFLOP/s on an A100, 794.5 on an H100 or H200, 1745 on a B200 (taken for a
-# GB200 too). Of cuDNN's attention, forward and backward at 8,192 tokens and heads of 128: what an H200 reached
-# (`python benchmarks/gpu_plan.py kernels`), taken for the others too.
+# Products alone: from the table "Maximum Achievable Matmul FLOPS" (bfloat16) in S. Bekman, Machine Learning Engineering
+# (github.com/stas00/ml-engineering): 267.9 TFLOP/s on an A100, 794.5 on an H100 or H200, 1745 on a B200 (used for a
+# GB200 too). cuDNN's attention: forward and backward at 8,192 tokens and heads of 128, as an H200 reached
+# (`python benchmarks/gpu_plan.py kernels`), used for the others too.
 _HOPPER = {
     "flops": 989.4 * TB, "flops_float32": 494.7 * TB, "flops_float8": 1978.9 * TB, "matrix_efficiency": 0.80,
     "link_bandwidth": 450 * GB, "network_bandwidth": 50 * GB,

@@ -1,4 +1,4 @@
-"""Meshes of accelerators that are not here: real programs are compiled for them, and nothing is called."""
+"""Meshes of accelerators that are not present: real programs are compiled for them, and none is called."""
 
 import importlib.util
 import math
@@ -24,22 +24,22 @@ def topology_mesh(
     devices_per_host: int = 8,
     axis_types: Sequence[AxisType] | None = None,
 ) -> MpmdMesh:
-    """A mesh of devices that need not be here: `MpmdMesh(jax.make_mesh(...), mpmd_axis_name)` of described devices.
+    """Returns a mesh of absent devices: `MpmdMesh(jax.make_mesh(...), mpmd_axis_name)` of described devices.
 
-    `mpmd.jit(step, mpmd_mesh=it).lower(*abstract).compile()` compiles the real programs for them. All questions to the
-    result are answered, and a call is refused. No GPU and no driver is needed, and `jax.devices()` stays what it was.
+    `mpmd.jit(step, mpmd_mesh=it).lower(*abstract).compile()` compiles the real programs for them. The result answers
+    all queries, but it cannot be called. No GPU and no driver is needed, and `jax.devices()` stays the same.
 
     Args:
       target: `"a100"`, `"h100"`, `"h200"`, `"b200"`, `"gb200"` (with JAX's CUDA plugin, extra `topology`), `"v5e"`,
         `"v5p"` (with libtpu), or a `Target` of your own.
-      axis_shapes, axis_names: of the whole mesh, as in `jax.make_mesh`. Devices are numbered in this order: those of a
-        host are neighbours on the last axes.
+      axis_shapes, axis_names: of the whole mesh, as in `jax.make_mesh`. Devices are numbered in this order: devices of
+        one host are neighbours on the last axes.
       mpmd_axis_name: the axis to cut along.
-      devices_per_host: how many devices a host (a process) has.
-      axis_types: as in `jax.make_mesh`: by default all Explicit.
+      devices_per_host: the number of devices of a host (a process).
+      axis_types: as in `jax.make_mesh`; all Explicit by default.
 
     Raises:
-      ValueError: unknown target, or shapes that hosts do not fill.
+      ValueError: unknown target, or shapes that do not fill hosts.
       ModuleNotFoundError: the compiler for the target is not installed.
 
     Examples:
