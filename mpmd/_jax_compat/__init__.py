@@ -1,8 +1,8 @@
-"""Everything that JAX does not document, in one folder.
+"""Everything that uses undocumented parts of JAX, in one folder.
 
-Each function here stands on a private name. The rest of the package imports from this folder only, so that a new JAX
-release is met by reading it alone. The speed paths (`load_on`, `stored`, `put`) have a documented way of doing the same
-beside them; correctness never depends on the private one.
+Each function here relies on a private name. The rest of the package imports private names only from this folder, so
+a new JAX release requires a look at this folder alone. The fast paths (`load_on`, `stored`, `put`) each have a
+documented alternative; correctness never depends on the private one.
 """
 # ruff: noqa: F401 (names to import from here)
 

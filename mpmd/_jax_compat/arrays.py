@@ -1,4 +1,4 @@
-"""Arrays and their types, and objects that JAX takes for arrays."""
+"""Arrays and their types, and objects that JAX accepts as arrays."""
 
 import functools
 import sys
@@ -20,18 +20,18 @@ A = TypeVar("A", bound=jax.Array)
 
 
 def typed_as(x: jax.Array, sharding: NamedSharding) -> ShapedArray:
-    """The type of an array of this shape, dtype and sharding."""
+    """Returns the type of an array of this shape, dtype and sharding."""
     return core.update_aval_with_sharding(ShapedArray(x.shape, x.dtype, x.weak_type), sharding)
 
 
 def register_array_type(
     cls: type[A], read: Callable[[A], jax.Array], sharding: Callable[[A], NamedSharding], mismatch: Callable[..., str]
 ) -> None:
-    """Lets JAX's functions take objects of `cls` for the `jax.Array` that `read(x)` gives, of sharding `sharding(x)`.
+    """Lets JAX's functions accept objects of `cls` as the `jax.Array` `read(x)`, with the sharding `sharding(x)`.
 
-    `jax.jit` sees each as a tree of one leaf, an array of that sharding. Where it finds that its arguments lie on
-    different devices, `mismatch(x, devices, other_devices)` is its error. Without all this such objects still work
-    wherever JAX reads `__jax_array__` (`jnp.asarray`, operators); so they do in a release without these names.
+    `jax.jit` sees each as a tree of one leaf, an array of that sharding. If `jax.jit` finds its arguments on different
+    devices, the error text is `mismatch(x, devices, other_devices)`. A release without these names ignores all this;
+    there such objects still work wherever JAX reads `__jax_array__` (`jnp.asarray`, operators).
     """
     needed = {
         core: ("pytype_aval_mappings",),
@@ -42,7 +42,7 @@ def register_array_type(
         return
 
     class Argument:
-        """What `jax.jit` sees of an object. `jax.lax.scan` looks at its shape, and `jax.jvp` at its dtype."""
+        """An object as `jax.jit` sees it. `jax.lax.scan` looks at its shape, and `jax.jvp` at its dtype."""
 
         __slots__ = ("dtype", "ndim", "of", "shape", "sharding")
 
@@ -51,7 +51,7 @@ def register_array_type(
             self.shape, self.dtype, self.ndim = of.shape, of.dtype, of.ndim
 
     def aval(argument: Argument) -> ShapedArray:
-        error = sys.exc_info()[1]  # JAX asks for the types once more to tell of a mismatch
+        error = sys.exc_info()[1]  # JAX asks for the types once more to report a mismatch
         if error is not None and isinstance(error, getattr(stages, "DeviceAssignmentMismatchError", ())):
             first, second = error.args[0]
             raise ValueError(mismatch(argument.of, first.da, second.da)) from None
@@ -66,9 +66,9 @@ def register_array_type(
 
 
 def explain_mismatches(mismatch: Callable[..., str | None]) -> None:
-    """JAX's error of arguments on different devices is `mismatch(devices, other_devices)` where that is not None.
+    """Replaces JAX's error for arguments on different devices by `mismatch(devices, other_devices)`, unless it is None.
 
-    Where JAX writes it in another way, it stays JAX's.
+    A release of JAX that writes this error elsewhere keeps its own.
     """
     original = getattr(stages, "_device_assignment_mismatch_error", None)
     if original is None:
@@ -84,13 +84,13 @@ def explain_mismatches(mismatch: Callable[..., str | None]) -> None:
 
 
 def devices(sharding: NamedSharding) -> np.ndarray:
-    """The devices of a sharding on a concrete mesh."""
+    """Returns the devices of a sharding on a concrete mesh."""
     assert isinstance(sharding.mesh, Mesh)
     return sharding.mesh.devices
 
 
 def shards(x: jax.Array) -> dict[Device, jax.Array]:
-    """What this process's devices have of an array. Faster than `addressable_shards`, which works out indices too."""
+    """Returns an array's data on this process's devices. Faster than `addressable_shards`, which also finds indices."""
     arrays = getattr(x, "_arrays", None)
     if arrays is None:
         return {shard.device: shard.data for shard in x.addressable_shards}
@@ -98,9 +98,9 @@ def shards(x: jax.Array) -> dict[Device, jax.Array]:
 
 
 def put(source: NamedSharding, target: NamedSharding) -> Callable[[jax.Array], jax.Array] | None:
-    """A function that copies arrays from one mesh to another of the same shape and spec; None where it cannot.
+    """Returns a function that copies arrays from one mesh to another of the same shape and spec; None if it cannot.
 
-    It does what `jax.device_put(x, target)` does there, for a fifth of its cost.
+    The function does the same as `jax.device_put(x, target)`, at a fifth of the cost.
     """
     here, there = devices(source), devices(target)
     same = here.shape == there.shape and source.spec == target.spec
@@ -113,7 +113,7 @@ def put(source: NamedSharding, target: NamedSharding) -> Callable[[jax.Array], j
 
 
 def put_on_one_device(xs: Sequence[np.ndarray], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
-    """Host arrays, each on the one device of its mesh: what `jax.device_put` does there, for a fifth of its cost."""
+    """Puts each host array on the one device of its mesh, like `jax.device_put` at a fifth of the cost."""
     with config.explicit_device_put_scope():
         return [
             pxla.batched_device_put(_type(x.shape, x.dtype, s), s, [x], [devices(s).flat[0]])

@@ -1,4 +1,4 @@
-"""Devices that are only described: XLA compiles for them, and nothing runs on them."""
+"""Devices that are only described: XLA compiles for them, but nothing runs on them."""
 
 import contextlib
 import importlib
@@ -11,28 +11,28 @@ import jax
 from jax._src.lib import _jax
 from jax.experimental import topologies
 
-Device = Any  # jax.Device, of which type checkers see a variable
+Device = Any  # jax.Device, which type checkers take for a variable
 _CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
 def is_described(device: Device) -> bool:
-    """Whether a device is only described: programs are compiled for it and cannot be called."""
+    """Returns whether a device is only described: programs can be compiled for it, but not called."""
     return isinstance(device.client, _jax.CompileOnlyPyClient)
 
 
 def default_memory_kind(device: Device) -> str:
-    """The memory kind of arrays that ask for none. Described devices do not tell theirs."""
+    """Returns the memory kind of arrays that ask for none. Described devices do not report theirs."""
     return "device" if is_described(device) else device.default_memory().kind
 
 
 def described_options(device: Device) -> dict[str, object]:
-    """Options with which XLA compiles for a device that is only described: it cannot try kernels there."""
+    """Returns options with which XLA compiles for a device that is only described: it cannot try kernels there."""
     return {"xla_gpu_autotune_level": 0} if is_described(device) and device.platform == "gpu" else {}
 
 
 def described_gpus(config: str, num_hosts: int, devices_per_host: int) -> list[Device]:
-    """Devices of NVIDIA GPUs that need not be here.
+    """Returns descriptions of NVIDIA GPUs that need not be present.
 
     Args:
       config: XLA's `GpuTargetConfigProto`, as text.
@@ -44,7 +44,7 @@ def described_gpus(config: str, num_hosts: int, devices_per_host: int) -> list[D
     if plugin is None:
         raise ModuleNotFoundError("JAX's CUDA plugin is not installed.")
     jax.devices()  # before the plugin is asked, so that JAX does not look for a GPU
-    # With a compilation cache folder, JAX finds what it stored, cannot load it, warns, and compiles.
+    # With a compilation cache folder, JAX finds its stored program, cannot load it, warns, and compiles.
     warnings.filterwarnings(
         "ignore", "Error reading persistent compilation cache entry.*must be constructed with a Client"
     )
@@ -58,7 +58,7 @@ def described_gpus(config: str, num_hosts: int, devices_per_host: int) -> list[D
 
 
 def described_tpus(topology: str) -> list[Device]:
-    """Devices of a TPU slice such as `v5e:2x4` that need not be here; needs libtpu."""
+    """Returns descriptions of a TPU slice such as `v5e:2x4` that need not be present; needs libtpu."""
     return list(topologies.get_topology_desc(topology, platform="tpu").devices)
 
 

@@ -21,18 +21,18 @@ from mpmd._jax_compat.fingerprints import fingerprint
 from mpmd._jax_compat.jaxprs import ClosedJaxpr, shaped_array
 from mpmd._jax_compat.stored_programs import Folder, entry_key
 
-# What a JAX or a backend that differs from those known here may raise where its insides are used.
+# Errors that an unknown JAX or backend may raise where its internals are used.
 _OTHER_JAX = (AttributeError, TypeError, ValueError, NotImplementedError, AssertionError, jax.errors.JaxRuntimeError)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class XlaProgram:
-    """A program as it goes to XLA.
+    """A program in the form for XLA.
 
     Attributes:
       name: in profiles and dumps.
-      mesh: where it is compiled.
-      in_shardings, out_shardings: on `mesh`; None where XLA chooses.
+      mesh: for which it is compiled.
+      in_shardings, out_shardings: on `mesh`; None if XLA chooses.
       options: for XLA, None for its defaults.
     """
 
@@ -51,23 +51,23 @@ class XlaProgram:
 
     @functools.cached_property
     def fingerprint(self) -> str | None:
-        """What it is stored under; None if it is not stored. Groups in several processes compile together."""
+        """Its name in the folder; None if it is not stored. Groups in several processes compile together."""
         if self.folder is None or len({d.process_index for d in self.mesh.devices.flat}) > 1:
             return None
         shardings = self.in_shardings, self.out_shardings
         return fingerprint(self.name, self.closed, self.mesh, *shardings, self.donate, self.options)
 
     def stored(self) -> bytes | None:
-        """The executable that an earlier process compiled, serialized. Those for described devices cannot be loaded."""
+        """Returns the serialized executable from an earlier process; None for described devices, which load none."""
         if is_described(self.mesh.devices.flat[0]):
             return None
         return None if self.folder is None or self.fingerprint is None else self.folder.find(self.fingerprint)
 
     @property
     def quick_options(self) -> dict[str, object]:
-        """Further options for XLA, for what only fills arrays: a third of its time, the same bits.
+        """Further options for XLA, for programs that only fill arrays: a third of the time, the same bits.
 
-        On CPUs, each shape is a kernel of its own, which costs all passes. Here these have nothing to do.
+        On CPUs, each shape is a kernel of its own and goes through all passes, which have nothing to do here.
         """
         fills = all(e.primitive.name == "broadcast_in_dim" for e in self.closed.jaxpr.eqns)
         if not fills or self.mesh.devices.flat[0].platform != "cpu":
@@ -79,22 +79,22 @@ _QUICK_OPTIONS = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitt
 
 
 class LoadedProgram:
-    """A compiled program and, on demand, the bytes from which it is loaded on other devices."""
+    """A compiled program and, on demand, its bytes, from which it can be loaded on other devices."""
 
     def __init__(self, compiled: jax.stages.Compiled, serialized: bytes | None = None):
         self.compiled = _for_small_types(compiled)
         self._serialized = serialized
 
     def release(self) -> None:
-        """Forgets the bytes where they can be made again."""
+        """Drops the bytes if they can be made again."""
         with contextlib.suppress(*_OTHER_JAX):
             if _unloaded(self.compiled).backend.platform != "cpu":
                 self._serialized = None
 
     def load_on(self, mesh: Mesh) -> jax.stages.Compiled | None:
-        """The same compiled program on the devices of another mesh of the same shape, in a few milliseconds.
+        """Loads the same compiled program on the devices of another mesh of the same shape, in a few milliseconds.
 
-        None where this JAX or this backend cannot (the caller compiles again, which is slower and gives the same).
+        Returns None if this JAX or backend cannot (the caller then compiles again, more slowly, to the same effect).
         """
         compiled = self.compiled
         try:
@@ -120,7 +120,7 @@ class LoadedProgram:
 
 
 def _for_small_types(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
-    """The program, which takes arrays of 4-bit types: JAX 0.10 refuses them, for their layouts do not say the bits."""
+    """Lets a program take arrays of 4-bit types: JAX 0.10 refuses them, because their layouts do not name the bits."""
     executable: Any = compiled._executable
     with contextlib.suppress(*_OTHER_JAX):
         executable._xla_in_layouts = [
@@ -131,9 +131,9 @@ def _for_small_types(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
 
 
 def compile_program(lowered: jax.stages.Lowered, program: XlaProgram) -> LoadedProgram:
-    """Compiles; with a compilation cache folder, the program is kept there however quickly it was compiled.
+    """Compiles; with a compilation cache folder, the program is stored there however quickly it was compiled.
 
-    By default JAX keeps what took a second or more. A step as one program does, each of its many programs may not.
+    By default JAX stores programs that took a second or more. A step as one program does; its many small ones may not.
     """
     least = config.persistent_cache_min_compile_time_secs
     with least(0.0) if least.value == 1.0 else contextlib.nullcontext():
@@ -145,12 +145,12 @@ def compile_program(lowered: jax.stages.Lowered, program: XlaProgram) -> LoadedP
                 folder = Folder.read_by_jax(program.mesh.devices.flat[0].client)
                 return LoadedProgram(compiled, folder and folder.executable(entry_key(lowered._lowering, options)))
             unloaded = _unloaded(compiled)
-            if unloaded.keepalive or unloaded.host_callbacks:  # functions of this process, which no other one can call
+            if unloaded.keepalive or unloaded.host_callbacks:  # functions of this process, which others cannot call
                 return LoadedProgram(compiled)
             known = program.fingerprint
             if known is not None and not _same(_described(program, unloaded.xla_executable), compiled):
                 known = None
-            # A CPU program that came out of the folder has lost its code when it is serialized again.
+            # A CPU program from the folder loses its code when it is serialized again.
             return LoadedProgram(
                 compiled, program.folder.keep(known, entry_key(lowered._lowering, options), compiled, seconds)
             )
@@ -159,7 +159,7 @@ def compile_program(lowered: jax.stages.Lowered, program: XlaProgram) -> LoadedP
 
 
 def _compiled(lowered: jax.stages.Lowered, options: dict[str, Any]) -> tuple[jax.stages.Compiled, dict[str, Any]]:
-    """The program and the further options that it was compiled with: none where this XLA does not know them."""
+    """Returns the program and the further options used to compile it: none if this XLA does not know them."""
     if options:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             return lowered.compile(options), options
@@ -167,7 +167,7 @@ def _compiled(lowered: jax.stages.Lowered, options: dict[str, Any]) -> tuple[jax
 
 
 def load_stored(serialized: bytes, program: XlaProgram) -> LoadedProgram | None:
-    """An executable from `Program.stored`, as if it had been compiled; None where this JAX cannot."""
+    """Returns a program from the bytes of `XlaProgram.stored`, as if compiled here; None if this JAX cannot."""
     try:
         return LoadedProgram(_described(program, _loaded(serialized, program.mesh)[0]), serialized)
     except _OTHER_JAX:
@@ -175,7 +175,7 @@ def load_stored(serialized: bytes, program: XlaProgram) -> LoadedProgram | None:
 
 
 def _loaded(serialized: bytes, mesh: Mesh) -> tuple[Any, Any]:
-    """An executable of XLA on the devices of a mesh, and these."""
+    """Returns XLA's executable on the devices of a mesh, and these devices."""
     devices = tuple(mesh.devices.flat)
     client = devices[0].client
     options = get_compile_options(
@@ -186,7 +186,7 @@ def _loaded(serialized: bytes, mesh: Mesh) -> tuple[Any, Any]:
 
 
 def _described(program: XlaProgram, executable: object) -> jax.stages.Compiled:
-    """What JAX makes of an executable of XLA, from the program alone: without lowering it."""
+    """Returns JAX's object for an executable of XLA, made from the program alone: without lowering it."""
     devices = xla_client.DeviceList(tuple(program.mesh.devices.flat))
     ins, outs = (
         [UNSPECIFIED if s is None else s for s in shardings]
@@ -229,13 +229,13 @@ def _described(program: XlaProgram, executable: object) -> jax.stages.Compiled:
 
 
 def _unloaded(compiled: jax.stages.Compiled) -> "pxla.UnloadedMeshExecutable":
-    """JAX's description of a compiled program."""
+    """Returns JAX's description of a compiled program."""
     executable: Any = compiled._executable
     return executable._unloaded_executable
 
 
 def _same(described: jax.stages.Compiled, compiled: jax.stages.Compiled) -> bool:
-    """Whether a description from the program alone is what JAX made while it lowered the program."""
+    """Returns whether a description made from the program alone equals the one that JAX made during lowering."""
     if compiled._params.const_args or compiled._no_kwargs or described.out_tree != compiled.out_tree:
         return False
     if jax.tree.leaves(described.args_info) != jax.tree.leaves(compiled.args_info):
@@ -250,7 +250,7 @@ def _plain(x: object) -> object:
 
 
 def abstract(aval: ShapedArray, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
-    """An argument of a program, for `jax.jit(...).lower`."""
+    """Returns an argument of a program, for `jax.jit(...).lower`."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
@@ -263,6 +263,6 @@ def _moved(sharding: object, mesh: Mesh) -> jax.sharding.Sharding:
 
 
 def named_sharding(sharding: jax.sharding.Sharding, mesh: Mesh) -> NamedSharding:
-    """A `GSPMDSharding` that XLA reports, as a spec on `mesh`."""
+    """Returns a `GSPMDSharding` that XLA reports, as a spec on `mesh`."""
     parsed = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(mesh.size), mesh)
     return NamedSharding(mesh, parsed[0])

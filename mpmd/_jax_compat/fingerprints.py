@@ -1,7 +1,7 @@
-"""Fingerprints of programs that other processes find again: of equations, types, shardings, devices and settings.
+"""Fingerprints by which other processes find programs: of equations, types, shardings, devices and settings.
 
-Two programs with the same fingerprint compile to the same executable. So a fingerprint covers everything that lowering
-and XLA read. A program with something that is not fully described (a callable, a foreign kernel, a callback) has none.
+Programs with the same fingerprint compile to the same executable. So a fingerprint covers all inputs of lowering and of
+XLA. A program that contains something not fully described (a callable, a foreign kernel, a callback) has none.
 """
 
 import enum
@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, ManualAxisType, Mesh, NamedSharding, Part
 from mpmd._jax_compat.jaxprs import CHECKPOINT, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, scan_sizes
 from mpmd._jax_compat.parameters import opened
 
-# Of all that is below, and of how this package gives a jaxpr to `jax.jit`. With another, nothing stored is found.
+# The version of this module, and of the way a jaxpr is passed to `jax.jit`. A new version finds nothing stored before.
 _FORMAT = 3
 
 T = TypeVar("T")
@@ -48,10 +48,10 @@ def fingerprint(
     donate: Sequence[int],
     options: Mapping[str, object] | None,
 ) -> str | None:
-    """A hexadecimal number that is the same for this program in every process; None if there is no such number.
+    """Returns a hexadecimal number, the same for this program in every process; None if there is no such number.
 
-    It does not depend on which devices of a kind `mesh` has. Read where the program would be lowered: it covers the
-    settings of the context.
+    It depends on the kind of the devices of `mesh`, not on which of them these are. It covers the settings of the
+    context, so it must be computed where the program would be lowered.
     """
     write = _Writer(mesh)
     try:
@@ -85,7 +85,7 @@ def _versions() -> tuple[str, ...]:
     return jax.__version__, importlib.metadata.version("jaxlib"), own
 
 
-# Settings that change nothing about an executable and may differ between processes. All others are covered.
+# Settings that do not affect an executable and may differ between processes. All others are covered.
 _NO_MATTER = (
     "jax_compilation_cache_", "jax_coordination_", "jax_cpu_get_", "jax_cross_host_", "jax_cuda_visible_devices",
     "jax_debug_log_modules", "jax_distributed_debug", "jax_enable_compilation_cache", "jax_enable_preemption_service",
@@ -96,9 +96,9 @@ _NO_MATTER = (
 
 
 def _settings(write: "_Writer") -> object:
-    """JAX's settings. Some ask for what only lowering or compiling does (files to look at, a profile)."""
+    """Writes JAX's settings, unless some ask for files or a profile that only lowering or compiling produces."""
     values = jax.config.values
-    # What is found is neither lowered nor compiled, so that their files and profiles would be missing.
+    # A program that is found is neither lowered nor compiled, so such files and profiles would be missing.
     if (
         values["jax_dump_ir_to"]
         or values["jax_enable_pgle"]
@@ -111,7 +111,7 @@ def _settings(write: "_Writer") -> object:
 
 
 def _add_devices(found: Any, mesh: Mesh, options: Mapping[str, Any] | None) -> None:
-    """XLA's version, flags and options, and the kind of devices: JAX's own key of an empty program."""
+    """Adds XLA's version, flags and options, and the kind of devices: JAX's own key of an empty program."""
     client = mesh.devices.flat[0].client
     compile_options = get_compile_options(
         num_replicas=1, num_partitions=mesh.size, env_options_overrides=dict(options or {}), backend=client
@@ -122,10 +122,10 @@ def _add_devices(found: Any, mesh: Mesh, options: Mapping[str, Any] | None) -> N
     found.update(key.encode())
 
 
-# What the lowering of these does not read.
+# Parameters that the lowering of these primitives does not read.
 _NOT_LOWERED = {
     CHECKPOINT: {"policy"},
-    "scan": {"ft_in", "ft_out"},  # trees, of which only the sizes count
+    "scan": {"ft_in", "ft_out"},  # trees, of which only the sizes matter
     "custom_jvp_call": {"jvp_jaxpr_fun"},
     "custom_vjp_call": {"fwd_jaxpr_thunk", "bwd", "out_trees"},
 }
@@ -134,22 +134,22 @@ _BY_SLOTS = (core.AxisEnv, core.JaxprEqnContext, ManualAxisType, ShapedArray, Pa
 
 
 class _Writer:
-    """Writes programs as nested tuples of plain values, in which every type has a tag of its own.
+    """Writes programs as nested tuples of plain values, with a tag for each type.
 
     Args:
-      mesh: whose devices are not named: the program may be loaded on others.
+      mesh: its devices are not named, since the program may be loaded on others.
     """
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
-        self._known: dict[int, tuple[object, str]] = {}  # by object, which the program keeps alive
+        self._known: dict[int, tuple[object, str]] = {}  # by the id of an object, which the program keeps alive
         self._lowering = functools.cache(_lowering)
 
     def value(self, x: Any) -> object:
-        """Anything that a program may hold.
+        """Writes any object of a program.
 
         Raises:
-          _NotDescribedError: if it is not known to be fully described by what is read of it.
+          _NotDescribedError: the written parts are not known to describe it fully.
         """
         if x is None or type(x) in (bool, int, float, complex, str, bytes):
             return x
@@ -168,7 +168,7 @@ class _Writer:
         raise _NotDescribedError(f"{kind.__module__}.{kind.__qualname__}")
 
     def _memoized(self, x: T, write: Callable[[T], object]) -> str:
-        """What occurs often, as one short text."""
+        """Writes an object that occurs often as one short text."""
         if id(x) not in self._known:
             self._known[id(x)] = x, _digest(write(x))
         return self._known[id(x)][1]
@@ -178,20 +178,20 @@ class _Writer:
         return (type(x).__name__, *((n, self.value(getattr(x, n))) for n in names if hasattr(x, n)))
 
     def _array(self, x: object) -> object:
-        """An array by its content."""
+        """Writes an array by its content."""
         if isinstance(x, jax.Array):
-            # The content of a tracer or of an array of other processes is not here; a weak type is more than content.
+            # The content of a tracer or of another process's array is not here; a weak type is not part of the content.
             if isinstance(x, Tracer) or not x.is_fully_addressable or x.weak_type:
                 raise _NotDescribedError
         elif not isinstance(x, (np.ndarray, np.generic, TypedNdArray)):
             return None
         array = np.asarray(x)
-        if array.dtype.hasobject or array.dtype.names is not None:  # pointers are no content; JAX has no records
+        if array.dtype.hasobject or array.dtype.names is not None:  # pointers are not content; JAX has no records
             raise _NotDescribedError
         return "array", self.value(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
 
     def _type(self, x: object) -> object:
-        """A dtype, or what makes keys."""
+        """Writes a dtype, or an implementation of keys."""
         if isinstance(x, type) and issubclass(x, np.generic):
             return self.value(np.dtype(x))
         if isinstance(x, np.dtype):
@@ -204,9 +204,9 @@ class _Writer:
         return type(x).__name__, impl.name, impl.tag, impl.key_shape
 
     def _place(self, x: Any) -> object:
-        """Meshes, shardings, devices."""
+        """Writes meshes, shardings, devices."""
         if isinstance(x, NamedSharding):
-            if x._logical_device_ids is not None:  # an order of devices beside that of the mesh
+            if x._logical_device_ids is not None:  # an order of devices other than that of the mesh
                 raise _NotDescribedError
             return "NamedSharding", self.value(x.mesh), self.value(x.spec), x.memory_kind
         if isinstance(x, AbstractMesh):
@@ -221,7 +221,7 @@ class _Writer:
         return type(x).__name__ if isinstance(x, (type(UNSPECIFIED), type(Layout.AUTO))) else None
 
     def _collection(self, x: Any) -> object:
-        """Sets, mappings, and JAX's own enumerations, named tuples and dataclasses."""
+        """Writes sets, mappings, and JAX's own enumerations, named tuples and dataclasses."""
         kind = type(x)
         name = f"{kind.__module__}.{kind.__qualname__}"
         if kind in (set, frozenset):
@@ -239,7 +239,7 @@ class _Writer:
     # --- jaxprs -----------------------------------------------------------------------------------
 
     def closed(self, closed: ClosedJaxpr) -> str:
-        """A jaxpr and its constants, as one short text."""
+        """Writes a jaxpr and its constants as one short text."""
         consts = tuple(map(self.value, closed.consts))
         return _digest((consts, self._jaxpr(closed.jaxpr)))
 
@@ -260,10 +260,10 @@ class _Writer:
 
     def _equation(self, eqn: JaxprEqn) -> object:
         name = eqn.primitive.name
-        if name in _NOT_JAXS_OWN:  # what they call is the user's, and may change under the same name
+        if name in _NOT_JAXS_OWN:  # they call the user's code, which may change under the same name
             raise _NotDescribedError
         params = {k: v for k, v in eqn.params.items() if k not in _NOT_LOWERED.get(name, ())}
-        if name == "scan":  # in the place of its trees, which have no text of their own
+        if name == "scan":  # instead of its trees, which have no text of their own
             params["sizes"] = scan_sizes(eqn)
         effects = self._effects(eqn.effects)
         return name, self._lowering(eqn.primitive), self.value(params), effects, self.value(eqn.ctx)
@@ -277,7 +277,7 @@ class _Writer:
 
 
 def _lowering(primitive: Primitive) -> str:
-    """How one of JAX's own primitives is lowered: the names of the functions that do it, on each platform."""
+    """Returns how one of JAX's own primitives is lowered: the names of its lowering functions, on each platform."""
     if primitive not in _primitives(len(sys.modules)):
         raise _NotDescribedError
     tables = {"": mlir._lowerings, **mlir._platform_specific_lowerings}
@@ -287,8 +287,8 @@ def _lowering(primitive: Primitive) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _primitives(num_modules: int) -> frozenset[Primitive]:
-    """The primitives that JAX's modules define, when so many modules are loaded: a module that is loaded later may
-    define more, so the number of modules is the key of the cache.
+    """Returns the primitives that JAX's modules define. Modules that are loaded later may define more, so the number of
+    loaded modules is the key of the cache.
     """
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("jax._src.") and m is not None]
     return frozenset(x for m in modules for x in vars(m).values() if isinstance(x, Primitive))
@@ -296,12 +296,12 @@ def _primitives(num_modules: int) -> frozenset[Primitive]:
 
 @functools.cache
 def _names(fun: object) -> tuple[object, ...]:
-    """The names of a function and of those that it was made of, all of which JAX defines."""
+    """Returns the names of a function and of the functions that it was made from, all of which JAX defines."""
     inner: list[object] = []
     if isinstance(fun, functools.partial):
         inner = [fun.func, *filter(callable, (*fun.args, *fun.keywords.values()))]
     elif isinstance(fun, types.FunctionType):
-        # Rules are often closures over others: a function of one name does different things with other cells.
+        # Rules are often closures over others: functions of one name behave differently with other cells.
         cells = [c.cell_contents for c in fun.__closure__ or ()]
         inner = [c for c in cells if isinstance(c, (types.FunctionType, functools.partial))]
     module = getattr(fun, "__module__", "") or ""

@@ -1,4 +1,4 @@
-"""Hashable keys of jaxprs: equal where they compile to the same program."""
+"""Hashable keys of jaxprs: equal if they compile to the same program."""
 
 from collections.abc import Callable, Hashable, Mapping
 
@@ -9,17 +9,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from mpmd._jax_compat.jaxprs import PLAIN, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from mpmd._jax_compat.parameters import opened
 
-# What of an equation's context changes the program, beside its mesh.
+# The parts of an equation's context that change the program, besides its mesh.
 _CONTEXT = ("compute_type", "threefry_partitionable", "xla_metadata")
 
 
 def jaxpr_key(closed: ClosedJaxpr) -> Hashable:
-    """A hashable key: equal for jaxprs that compile to the same program (names and source lines apart)."""
+    """Returns a hashable key: equal for jaxprs that compile to the same program (names and source lines apart)."""
     return _Key().jaxpr(closed.jaxpr), tuple(map(id, closed.consts))
 
 
 def equation_key(eqn: JaxprEqn) -> Hashable:
-    """A hashable key: equal for equations that do the same with operands of the same types."""
+    """Returns a hashable key: equal for equations that do the same with operands of the same types."""
     return _Key().equation(eqn, lambda v: _Key().atom(v) if isinstance(v, Literal) else _Key().aval(v.aval))
 
 
@@ -29,7 +29,7 @@ class _Key:
 
     def atom(self, v: Var | Literal) -> Hashable:
         if isinstance(v, Literal):
-            if not isinstance(v.aval.dtype, np.dtype):  # a typed key, which a program with such a key keeps alive
+            if not isinstance(v.aval.dtype, np.dtype):  # a typed PRNG key, which a program with this key keeps alive
                 return "lit", id(v.val), self.aval(v.aval)
             return "lit", np.asarray(v.val).tobytes(), self.aval(v.aval)
         if isinstance(v, DropVar):

@@ -20,7 +20,7 @@ from jax.extend.core import (
 from jax.extend.core.primitives import closed_call_p, custom_jvp_call_p, custom_vjp_call_p, jit_p, remat_p
 from jax.interpreters import partial_eval as pe
 
-if TYPE_CHECKING:  # an abstract value has whatever attributes its kind has
+if TYPE_CHECKING:  # an abstract value has the attributes of its kind
     Jaxpr: TypeAlias = Any
     JaxprEqn: TypeAlias = Any
 
@@ -41,17 +41,17 @@ else:
 
 Aval = ShapedArray  # the type of an array; refs and tokens have types of their own
 
-CHECKPOINT: str = remat_p.name  # of the equations of `jax.checkpoint`, which JAX prints by another name
+CHECKPOINT: str = remat_p.name  # the name of `jax.checkpoint` equations, which JAX prints differently
 PLAIN = {bool, int, float, complex, str, type(None)}  # as most parameters of equations are
 
 
 def physical_aval(aval: Any) -> Any:
-    """The type of the arrays that hold an extended dtype (PRNG keys, scales of FP8); any other type is its own."""
+    """Returns the type of the arrays that hold an extended dtype (PRNG keys, scales of FP8); other types unchanged."""
     return core.physical_aval(aval)
 
 
 def new_jaxpr(like: Jaxpr, **parts: Any) -> Jaxpr:
-    """`like` with other `constvars`, `invars`, `outvars` or `eqns`. Its effects are those of its equations."""
+    """Returns `like` with other `constvars`, `invars`, `outvars` or `eqns`. Its effects are those of its equations."""
     effects = _effects(parts.get("eqns", like.eqns))
     return like.replace(**parts, effects=effects, debug_info=like.debug_info.with_unknown_names())
 
@@ -59,7 +59,7 @@ def new_jaxpr(like: Jaxpr, **parts: Any) -> Jaxpr:
 def make_jaxpr(
     invars: Iterable[Var], outvars: Iterable[Var | Literal], eqns: Sequence[JaxprEqn], name: str
 ) -> ClosedJaxpr:
-    """A closed jaxpr from its equations; `name` is what profiles and HLO dumps show."""
+    """Returns a closed jaxpr from its equations; profiles and HLO dumps show `name`."""
     debug = DebugInfo("mpmd", name, None, None)
     return ClosedJaxpr(
         documented.Jaxpr([], list[Any](invars), list[Any](outvars), list(eqns), _effects(eqns), debug), ()
@@ -67,12 +67,12 @@ def make_jaxpr(
 
 
 def renamed(v: Var | Literal, names: Mapping[Any, Var | Literal]) -> Var | Literal:
-    """The variable or literal that stands for `v`; `v` itself where `names` has none."""
+    """Returns the variable or literal that stands for `v`; `v` itself if `names` has none."""
     return v if isinstance(v, Literal) else names.get(v, v)
 
 
 def renamed_equations(eqns: Iterable[JaxprEqn], names: Mapping[Any, Any]) -> list[JaxprEqn]:
-    """Equations with other variables, those that `names` has; what they read may be literals."""
+    """Returns equations with variables replaced as in `names`; an operand may become a literal."""
     return [
         e.replace(invars=[renamed(v, names) for v in e.invars], outvars=[names.get(v, v) for v in e.outvars])
         for e in eqns
@@ -84,7 +84,7 @@ def _effects(eqns: Sequence[JaxprEqn]) -> frozenset[Any]:
 
 
 def with_new_vars(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same jaxpr with variables of its own."""
+    """Returns the same jaxpr with new variables."""
     env: dict[Var, Var] = {}
 
     def fresh(v: Var | Literal) -> Var | Literal:
@@ -103,12 +103,12 @@ def with_new_vars(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def constvars_to_invars(jaxpr: Jaxpr) -> Jaxpr:
-    """Constants become the first arguments."""
+    """Turns the constants of a jaxpr into its first arguments."""
     return new_jaxpr(jaxpr, constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
 def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The jaxpr that a call-like equation runs just as it stands, or None for any other equation."""
+    """Returns the jaxpr that a call-like equation runs unchanged, or None for any other equation."""
     if eqn.primitive is jit_p:
         specified = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
         return eqn.params["jaxpr"] if all(s is UNSPECIFIED for s in specified) else None
@@ -119,7 +119,7 @@ def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
-    """Of a `scan`, how many of its operands are constants, and how many values it carries. Of the body of a `while`."""
+    """Returns the number of constants among the operands of a `scan` (or a `while` body), and that of its carries."""
     if "body_nconsts" in eqn.params:
         return eqn.params["body_nconsts"], len(eqn.outvars)
     if "num_carry" in eqn.params:
@@ -129,7 +129,7 @@ def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def scan_params(eqn: JaxprEqn, body: ClosedJaxpr, num_consts: int, num_carry: int) -> dict[str, object]:
-    """The parameters of a `scan` (or of a `while`, but for its condition) with another body."""
+    """Returns the parameters of a `scan` (or of a `while`, except its condition) with another body."""
     if "body_nconsts" in eqn.params:
         return {**eqn.params, "body_jaxpr": body, "body_nconsts": num_consts}
     num_in, num_out = len(body.jaxpr.invars), len(body.jaxpr.outvars)
@@ -150,14 +150,14 @@ def _flat_tree(sizes: Sequence[int]) -> object:
 
 
 def call(eqn: JaxprEqn, closed: ClosedJaxpr) -> JaxprEqn:
-    """The equation `eqn` replaced by a call of `closed` on the same operands."""
+    """Returns the equation `eqn` replaced by a call of `closed` on the same operands."""
     return eqn.replace(primitive=closed_call_p, params={"call_jaxpr": closed}, effects=closed.effects)
 
 
 def within(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """`eqn` with the name stack that it has when it is inlined into `outer`.
+    """Returns `eqn` with the name stack that it has when it is inlined into `outer`.
 
-    What stands in a function of JAX (`jnp.where`), which is traced once for all its callers, takes the caller's line.
+    An equation from one of JAX's functions (`jnp.where`), traced once for all its callers, takes the caller's line.
     """
     info, call = eqn.source_info, outer.source_info
     traceback = info.traceback if source_info_util.summarize(info) else call.traceback
@@ -166,7 +166,7 @@ def within(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
 
 
 def is_transposed(eqn: JaxprEqn) -> bool:
-    """Whether the equation comes from the transposition of the outermost differentiation (a backward pass)."""
+    """Returns whether the equation comes from the transposition of the outermost differentiation (a backward pass)."""
     for frame in eqn.source_info.name_stack.stack:
         name = getattr(frame, "name", "")
         if type(frame).__name__ == "Transform" and name in ("jvp", "transpose"):
@@ -177,10 +177,10 @@ def is_transposed(eqn: JaxprEqn) -> bool:
 def register_dce_rule(
     primitive: Primitive, rule: Callable[[Sequence[bool], JaxprEqn], tuple[list[bool], JaxprEqn | None]]
 ) -> None:
-    """`rule(used, eqn)` tells JAX's dead-code elimination which inputs an equation needs, and what is left of it."""
+    """Registers `rule(used, eqn)` for dead-code elimination: it returns the needed inputs and the rest of `eqn`."""
 
     def called(used: Sequence[bool], *rest: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-        return rule(used, rest[-1])  # since 0.12 JAX also says, before the equation, which refs are read later
+        return rule(used, rest[-1])  # since 0.12 JAX first passes the refs that are read later
 
     pe.dce_rules[primitive] = called
 
@@ -191,19 +191,19 @@ def is_ordered(eqn: JaxprEqn) -> bool:
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
-    """Whether the equation does more than give results. Sums over mesh axes in a `shard_map` name these as effects."""
+    """Returns whether the equation does more than return results. Sums over mesh axes in a `shard_map` do not count."""
     return any(not isinstance(e, core.NamedAxisEffect) for e in eqn.effects)
 
 
 def effects_outside(eqn: JaxprEqn, effects: Iterable[object]) -> set[object]:
-    """Of the effects inside of an equation, those that it has itself: a `shard_map` binds the names of its axes."""
+    """Returns the inner effects that an equation itself has: a `shard_map` binds the names of its axes."""
     bound = eqn.params.get("newly_manual_axes", ())
     return {e for e in effects if not (isinstance(e, core.NamedAxisEffect) and e.name in bound)}
 
 
 def kept_in_shard_map(eqn: JaxprEqn, aval: Any) -> tuple[Any, Any]:
-    """How a `shard_map` gives a value of each device, as it is: its spec and the type of the result, under the mesh
-    that is set. JAX hands the residuals of a differentiated `shard_map` out in the same way.
+    """Returns the spec and the type with which a `shard_map` returns a value of each device unchanged, under the
+    current mesh. JAX returns the residuals of a differentiated `shard_map` in the same way.
     """
     mesh, check_vma = eqn.params["mesh"], eqn.params["check_vma"]
     names = tuple(n for n in mesh.axis_names if n in eqn.params["newly_manual_axes"])
@@ -219,12 +219,12 @@ def called_from(eqn: JaxprEqn, function_name: str) -> bool:
 
 
 def is_recomputed(eqn: JaxprEqn) -> bool:
-    """Whether the equation is one that `jax.checkpoint` does again for the backward pass."""
+    """Returns whether the equation is a repetition by `jax.checkpoint` for the backward pass."""
     return any(frame.name == "rematted_computation" for frame in eqn.source_info.name_stack.stack)
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """Where the equation was written: `file:line (function)`; where a library wrote it, also who called that."""
+    """Returns the equation's place, `file:line (function)`; if a library wrote it, also the line that called this."""
     written, *callers = source_info_util.summarize(eqn.source_info, _NUM_FRAMES).split("\n")[::-1]
     if not _is_installed(written):
         return written
@@ -233,7 +233,7 @@ def source_line(eqn: JaxprEqn) -> str:
 
 
 def users_stack(eqn: JaxprEqn) -> list[str]:
-    """The user's lines on the Python stack when the equation was traced, the outermost first."""
+    """Returns the user's lines on the Python stack when the equation was traced, the outermost first."""
     return source_info_util.summarize(eqn.source_info, sys.maxsize).splitlines()
 
 
@@ -245,10 +245,10 @@ def _is_installed(place: str) -> bool:
 
 
 def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr with each operation of a higher level (JAX has them since 0.11) as those that it is made of.
+    """Returns the jaxpr with each high-level operation (JAX has them since 0.11) replaced by its parts.
 
-    Refs that it makes (`jax.new_ref`) become the values that they hold one after the other, as JAX itself does before
-    it compiles: then equations depend on each other by what they read alone.
+    Refs that it makes (`jax.new_ref`) become the values that they hold one after the other, as in JAX's own
+    compilation: then equations depend on each other only through their operands.
     """
     if closed.jaxpr.is_high:  # pyright: ignore[reportAttributeAccessIssue]
         closed = pe.lower_jaxpr2(closed)  # pyright: ignore[reportAttributeAccessIssue]
@@ -256,7 +256,7 @@ def written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def shaped_array(x: object) -> Any:
-    """The abstract value (with its sharding type) of an array or a `ShapeDtypeStruct`."""
+    """Returns the abstract value (with its sharding type) of an array or a `ShapeDtypeStruct`."""
     return core.shaped_abstractify(x)
 
 
@@ -266,5 +266,5 @@ def is_ref(aval: object) -> bool:
 
 
 def memory_kind(aval: object) -> str | None:
-    """The memory kind that a type says, None for the default one."""
+    """Returns the memory kind in a type, None for the default one."""
     return "pinned_host" if getattr(aval, "memory_space", None) == jax.memory.Space.Host else None

@@ -1,4 +1,4 @@
-"""The one walk over the parameters of equations: finds and replaces jaxprs, types and meshes, wherever they hide."""
+"""The only walk over the parameters of equations: finds and replaces jaxprs, types and meshes, wherever they are."""
 
 import copy
 import dataclasses
@@ -9,13 +9,13 @@ from typing import Any
 
 from mpmd._jax_compat.jaxprs import PLAIN, ClosedJaxpr, Jaxpr, JaxprEqn
 
-_OURS = ("mpmd", "scheduler")  # what this project puts into equations holds no jaxpr, and may be long
+_OURS = ("mpmd", "scheduler")  # this project's objects in equations hold no jaxpr, and may be long
 
 
 def opened(x: Any) -> Sequence[Any] | None:
-    """What a tuple, list, named tuple, mapping or dataclass holds; None of anything else.
+    """Returns the contents of a tuple, list, named tuple, mapping or dataclass; None for any other object.
 
-    `custom_linear_solve` keeps its jaxprs in a named tuple, Pallas those of its index maps in dataclasses.
+    `custom_linear_solve` keeps its jaxprs in a named tuple, Pallas the jaxprs of its index maps in dataclasses.
     """
     kind = _kind(type(x))
     if kind is None:
@@ -26,7 +26,7 @@ def opened(x: Any) -> Sequence[Any] | None:
 
 
 def leaves(x: object) -> Iterator[object]:
-    """Everything in a parameter that holds no more, plain values apart."""
+    """Yields everything in a parameter that holds nothing else, except plain values."""
     if type(x) in PLAIN:
         return
     parts = opened(x)
@@ -38,7 +38,7 @@ def leaves(x: object) -> Iterator[object]:
 
 
 def mapped(x: object, change: Callable[[object], object]) -> object:
-    """A parameter with `change(y)` for each of its leaves `y`; itself, if that changes nothing."""
+    """Returns a parameter with `change(y)` for each of its leaves `y`; the same object if nothing changes."""
     if type(x) in PLAIN:
         return x
     parts = opened(x)
@@ -49,7 +49,7 @@ def mapped(x: object, change: Callable[[object], object]) -> object:
 
 
 def jaxprs_in(params: Mapping[str, object]) -> Iterator[Jaxpr]:
-    """The jaxprs among an equation's parameters."""
+    """Returns the jaxprs among an equation's parameters."""
     for value in params.values():
         for x in leaves(value):
             if isinstance(x, ClosedJaxpr):
@@ -59,20 +59,20 @@ def jaxprs_in(params: Mapping[str, object]) -> Iterator[Jaxpr]:
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations of a jaxpr, each with those that it holds, however deep, behind it."""
+    """Yields the equations of a jaxpr, each followed by the equations inside it, however deep."""
     for eqn in jaxpr.eqns:
         yield eqn
         yield from equations_inside(eqn)
 
 
 def equations_inside(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """The equations that another one holds, however deep."""
+    """Yields the equations inside another one, however deep."""
     for jaxpr in jaxprs_in(eqn.params):
         yield from all_equations(jaxpr)
 
 
 def kernel_grid(params: Mapping[str, Any]) -> tuple[int, tuple[float, float] | None]:
-    """Of a Pallas kernel: the steps of its grid as far as they are known, and the operations and bytes of the whole
+    """Returns the steps of a Pallas kernel's grid, as far as they are known, and the operations and bytes of the whole
     kernel if its author has stated them (`pl.CostEstimate`).
     """
     grid = getattr(params.get("grid_mapping"), "grid", ())
@@ -83,7 +83,7 @@ def kernel_grid(params: Mapping[str, Any]) -> tuple[int, tuple[float, float] | N
 
 @functools.cache
 def _kind(kind: type) -> Any:
-    """`tuple` (lists too), `Mapping`, the names of a dataclass's fields, or None."""
+    """Returns `tuple` (for lists too), `Mapping`, the names of a dataclass's fields, or None."""
     if issubclass(kind, (tuple, list)):
         return tuple
     if issubclass(kind, Mapping):
@@ -99,7 +99,7 @@ def _with_parts(x: Any, parts: Sequence[Any]) -> Any:
         return kind(*parts) if hasattr(x, "_fields") else kind(parts)
     if _kind(kind) is Mapping:
         return kind(zip(x, parts, strict=True))
-    # Made anew without its `__init__`, which may take something else, or check what another mesh does not have.
+    # Made without its `__init__`, which may take other arguments, or check facts that do not hold on another mesh.
     new = copy.copy(x)
     for name, value in zip((n for n in _kind(kind) if hasattr(x, n)), parts, strict=True):
         object.__setattr__(new, name, value)

@@ -16,29 +16,29 @@ from jax.experimental import multihost_utils
 
 from mpmd._jax_compat.described import Device
 
-KeyValueStore = Any  # that of `jax.distributed`, of which type checkers see nothing
+KeyValueStore = Any  # that of `jax.distributed`, which has no types
 
 
 def distributed_client() -> KeyValueStore | None:
-    """The key-value store of `jax.distributed`, or None where it has not been initialised."""
+    """Returns the key-value store of `jax.distributed`, or None if it has not been initialised."""
     return distributed.global_state.client
 
 
 def abandon_distributed() -> None:
     """Lets this process end without waiting for the others at JAX's last barrier."""
     client, distributed.global_state.client = distributed.global_state.client, None
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))  # its destructor would wait, too
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))  # its destructor would wait as well
 
 
 def forget_topology() -> None:
-    """For the process that follows another process 0, which has said which devices there are: it says so anew."""
+    """Deletes the topology that an earlier process 0 has published, so that its successor can publish it again."""
     client: Any = distributed.global_state.client
     for platform in ("cpu", "cuda", "rocm"):
         client.key_value_delete(f"{platform}:global_topology/{platform}")
 
 
 def forget_collectives() -> None:
-    """Collectives of this process's CPU devices meet anew, where another process had the devices before."""
+    """Lets collectives of this process's CPU devices connect anew, if another process had the devices before."""
     client: Any = distributed.global_state.client
     own = {str(device.id) for device in jax.local_devices()}
     for key, _ in client.key_value_dir_get_bytes("cpu:gloo/"):
@@ -47,19 +47,19 @@ def forget_collectives() -> None:
 
 
 def coordinator_address() -> str | None:
-    """`host:port` of JAX's coordination service."""
+    """Returns `host:port` of JAX's coordination service."""
     return distributed.global_state.coordinator_address
 
 
 def start_coordination_service(
     address: str, num_processes: int, *, heartbeat_timeout_s: int, shutdown_timeout_s: int, recoverable: bool
 ) -> Any:
-    """The service of `jax.distributed`, listening on `address`, without a client and without any backend.
+    """Starts the service of `jax.distributed`, listening on `address`, without a client and without any backend.
 
-    `jax.distributed.initialize` starts one in process 0 only. It serves as long as the returned object lives.
+    `jax.distributed.initialize` starts one in process 0 only. It runs as long as the returned object lives.
 
     Args:
-      recoverable: it goes on without a process that has died, and takes another one under the same number.
+      recoverable: it continues without a process that has died, and accepts another one under the same number.
     """
     return _jax.get_distributed_runtime_service(
         address,
@@ -71,21 +71,21 @@ def start_coordination_service(
 
 
 def bind_cpu_collectives(address: str) -> None:
-    """Lets gloo listen at `address`, where JAX would have it listen at whatever this host's name resolves to."""
+    """Lets gloo listen at `address`; by default it listens at the address of this host's name."""
     if (make := getattr(xla_bridge._jax, "make_gloo_tcp_collectives", None)) is not None:
         xla_bridge._jax.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
 
 
 def backends_are_initialized() -> bool:
-    """Whether some computation or query has made JAX choose its devices."""
+    """Returns whether a computation or query has made JAX choose its devices."""
     return xla_bridge.backends_are_initialized()
 
 
 def observe_callbacks(observer: Callable[[Callable], contextlib.AbstractContextManager]) -> None:
-    """From now on, programs that are compiled call each function of the user within `observer(function)`.
+    """Makes programs that are compiled from now on call each function of the user within `observer(function)`.
 
-    In a release of JAX that makes callbacks in another way they are not observed: a job then does not know that a rank
-    is in one.
+    In a release of JAX that makes callbacks in another way they are not observed: then a job does not know when a rank
+    is in a callback.
     """
     emit = getattr(callback, "emit_python_callback", None)
     if emit is None:
@@ -109,13 +109,13 @@ def gather_by(
     allgather: Callable[[object, bool], np.ndarray | None],
     broadcast: Callable[[Sequence[object], bool], Sequence[np.ndarray] | None],
 ) -> None:
-    """From now on JAX's own gathers among processes ask these first, and make a collective where they return None.
+    """Makes JAX's own gathers among processes call these functions first; a collective runs if they return None.
 
     Args:
-      allgather: of an array of `process_allgather`, also where that was imported by its name; it gets `tiled` too.
-      broadcast: of the leaves of `broadcast_one_to_all`; whether this process is a source of them.
+      allgather: takes an array of `process_allgather`, even if that was imported by its name, and `tiled`.
+      broadcast: takes the leaves of `broadcast_one_to_all`, and whether this process is their source.
     """
-    inner = "_handle_array_process_allgather"  # which a release of JAX may not have; the imported name is missed then
+    inner = "_handle_array_process_allgather"  # a release of JAX may lack it; then imported names are missed
     name = inner if hasattr(multihost_utils, inner) else "process_allgather"
     gather_all = getattr(multihost_utils, name)
 
@@ -140,7 +140,7 @@ def gather_by(
 
 
 def _users_function(function: Any) -> Callable:
-    """The function that JAX's own ones are wrapped around."""
+    """Returns the user's function inside JAX's wrappers."""
     while True:
         names = getattr(getattr(function, "__code__", None), "co_freevars", ())
         if hasattr(function, "callback_func"):
@@ -152,13 +152,13 @@ def _users_function(function: Any) -> Callable:
 
 
 def num_cpu_devices() -> int:
-    """How many CPU devices JAX is asked to make in this process."""
+    """Returns the number of CPU devices that JAX is asked to make in this process."""
     forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return max(1, jax.config.values["jax_num_cpu_devices"], *map(int, forced[-1:]))
 
 
 def has_cross_host_put() -> bool:
-    """Whether `jax.device_put` takes arrays to devices of other processes as soon as both ends call it.
+    """Returns whether `jax.device_put` moves arrays to devices of other processes as soon as both ends call it.
 
     On GPUs it does, through NCCL. (Elsewhere JAX numbers the calls in each process, so all processes must make them.)
     """
@@ -169,7 +169,7 @@ def has_cross_host_put() -> bool:
 
 
 def pci_bus_id(device: Device) -> str | None:
-    """Where a CUDA device of this process is in its host, by which NCCL tells GPUs apart; None if nobody says."""
+    """Returns the PCI address of a CUDA device, by which NCCL tells a host's GPUs apart; None if it is not known."""
     number, text = ctypes.c_int(), ctypes.create_string_buffer(32)
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -182,7 +182,7 @@ def pci_bus_id(device: Device) -> str | None:
 
 
 def start_transfer_server(address: str, num_transports: int = 2) -> Any:
-    """A server of `jax.experimental.transfer` on a local address; two transports are the fastest."""
+    """Starts a server of `jax.experimental.transfer` on a local address; two transports are the fastest."""
     from jax.experimental import transfer
 
     client = jax.local_devices()[0].client

@@ -1,4 +1,4 @@
-"""Moves a jaxpr from the mesh on which it was traced, and from others that it names, to the mesh of one group."""
+"""Moves a jaxpr from its mesh at tracing, and from others that it names, to the mesh of one group."""
 
 from typing import Any
 
@@ -12,20 +12,20 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from mpmd._jax_compat.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from mpmd._jax_compat.parameters import mapped
 
-# What an equation's context is made of: more since JAX 0.11.
+# The parts of an equation's context: more since JAX 0.11.
 _CONTEXT = [name for name in core.JaxprEqnContext.__slots__ if name not in ("configs", "__weakref__")]
-_KERNELS = ("pallas_call", "mpmd_map")  # whose bodies Pallas compiles
+_KERNELS = ("pallas_call", "mpmd_map")  # Pallas compiles their bodies
 
 
 def rebase(jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole: AbstractMesh, axis: str | None = None) -> ClosedJaxpr:
-    """`jaxpr`, traced on the `whole` mesh, as it reads on a group's mesh.
+    """Returns `jaxpr`, traced on the `whole` mesh, for a group's mesh.
 
     Every mesh in types, parameters and contexts is replaced, inside inner jaxprs too; a mesh with other
     axis names is the user's own and is left alone. Pure: nothing is traced again.
 
     Args:
-      axis: left out where an entry of a spec is all axes of the mesh. JAX writes that for the residuals of a
-        `shard_map` whose derivative was traced before, on the mesh of a group.
+      axis: left out of entries of a spec that name all axes of the mesh. JAX writes these for the residuals of a
+        `shard_map` with a derivative that was traced before, on the mesh of a group.
     """
     return _Rebase(group_mesh, whole, axis).closed(jaxpr)
 
@@ -74,7 +74,7 @@ class _Rebase:
         return self.contexts[ctx]
 
     def value(self, x: object) -> object:
-        """A parameter of an equation."""
+        """Returns a parameter of an equation, rebased."""
         return mapped(x, self.leaf)
 
     def leaf(self, x: object) -> object:
@@ -102,8 +102,8 @@ class _Rebase:
 
     def var(self, v: Var | Literal) -> Var | Literal:
         if isinstance(v, Literal):
-            # A constant with a type of its own carries the mesh that it was made under. A kernel may index by its
-            # constants: they stay numbers.
+            # A constant with a type carries the mesh under which it was made. A kernel may index by its constants: they
+            # stay numbers.
             value = v.val
             if hasattr(value, "aval") and isinstance(v.aval.dtype, np.dtype):
                 value = np.asarray(value, v.aval.dtype)
@@ -115,7 +115,7 @@ class _Rebase:
         return self.vars[v]
 
     def effects(self, found: Any) -> Any:
-        """Reading and writing a ref are effects that name its variable."""
+        """Renames the variables in effects: reading and writing a ref are effects that name its variable."""
         if not any(isinstance(e, JaxprInputEffect) for e in found):
             return found
         return type(found)(

@@ -16,10 +16,10 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 
 def exported_stablehlo(program: str | bytes) -> jax.export.Exported:
-    """A StableHLO module (text, MLIR bytecode or a portable artifact) as an `Exported` without derivatives.
+    """Returns a StableHLO module (text, MLIR bytecode or a portable artifact) as an `Exported` without derivatives.
 
     Shardings of its arguments and results are kept: Shardy ones as `NamedSharding`s on the module's own mesh, and
-    `mhlo.sharding` as they are, which JAX has read until 0.10.
+    `mhlo.sharding` unchanged, which JAX reads until 0.10.
 
     Raises:
       ValueError: it is not one StableHLO module with one entry function on arrays of fixed shapes.
@@ -64,7 +64,7 @@ def _parsed(program: str | bytes) -> ir.Module:
         if isinstance(program, bytes):
             try:
                 return deserialize_portable_artifact(program)
-            except Exception:  # no artifact with a version: plain bytecode, or text
+            except Exception:  # not a versioned artifact: plain bytecode, or text
                 pass
         return ir.Module.parse(program)
     except Exception as e:  # the bindings' own error type
@@ -98,7 +98,7 @@ _DTYPES = (
 def _shardings(
     main: ir.OpView, which: str, avals: Sequence[ShapedArray], symbols: ir.SymbolTable
 ) -> tuple[tuple, tuple]:
-    """The shardings that a function's arguments or results are annotated with: (Shardy ones, HLO ones)."""
+    """Returns the shardings in the annotations of a function's arguments or results: (Shardy ones, HLO ones)."""
     attributes = main.operation.attributes.get("arg_attrs" if which == "arg" else "res_attrs")
     named: list = [None] * len(avals)
     hlo: list = [None] * len(avals)
@@ -129,5 +129,5 @@ def _named_sharding(attribute: "sdy.TensorShardingAttr", symbols: Any) -> NamedS
 
 
 def exported_specs(exported: jax.export.Exported) -> tuple[jax.sharding.PartitionSpec | None, ...]:
-    """The specs in which an exported program gives its results, where it says so."""
+    """Returns the specs of the results of an exported program, where it has any."""
     return tuple(s if s is None else s.spec for s in exported._out_named_shardings)

@@ -1,7 +1,7 @@
-"""Compiled programs in JAX's cache folder, found by fingerprint: what is found is neither lowered nor compiled.
+"""Compiled programs in JAX's cache folder, found by fingerprint, without lowering or compiling them.
 
-JAX finds a program by what it is lowered to. Beside each of JAX's entries stands a small file, named by the program's
-fingerprint, that names the entry and its checksum. Whatever does not fit is ignored, and then the program is compiled.
+JAX finds a program by its lowered form. Next to each of JAX's entries is a small file, named by the program's
+fingerprint, that names the entry and its checksum. Whatever does not fit is ignored, and the program is compiled.
 """
 
 import hashlib
@@ -36,19 +36,19 @@ class Folder:
 
     @classmethod
     def of(cls, client: Any) -> "Folder | None":
-        """The folder that JAX uses now, if it uses one."""
+        """Returns the folder that JAX uses now, if it uses one."""
         return cls.read_by_jax(client) if compilation_cache.is_persistent_cache_enabled() else None
 
     @classmethod
     def read_by_jax(cls, client: Any) -> "Folder | None":
-        """The folder that JAX looks into, also when it has been switched off since the first program."""
+        """Returns the folder that JAX reads, even if it has been switched off since the first program."""
         if not compilation_cache.is_cache_used(client):
             return None
         cache = compilation_cache._get_cache(client)
         return None if cache is None else cls(cache)
 
     def find(self, fingerprint: str) -> bytes | None:
-        """The serialized executable of a program, if it is there and undamaged."""
+        """Returns the serialized executable of a program, if it is there and undamaged."""
         try:
             name = self._file(fingerprint)
             if not name.exists():
@@ -70,18 +70,18 @@ class Folder:
         return found
 
     def executable(self, key: str) -> bytes | None:
-        """The serialized executable in one of JAX's entries."""
+        """Returns the serialized executable in one of JAX's entries."""
         entry = self._cache.get(key)
         return None if entry is None else _extracted(entry)
 
     def keep(self, fingerprint: str | None, key: str, compiled: jax.stages.Compiled, seconds: float) -> bytes | None:
-        """Makes a program that has been compiled one that `find` finds, if JAX keeps it. Returns it serialized.
+        """Lets `find` find a compiled program, if JAX stores it. Returns the serialized program, or None.
 
-        JAX keeps what the first process compiles. Where each process compiles other programs, each keeps its own.
+        JAX stores the programs of the first process. If other processes compile other programs, each stores its own.
 
         Args:
           key: of JAX's entry.
-          seconds: for which it was compiled.
+          seconds: the duration of its compilation.
         """
         try:
             entry = self._cache.get(key)
@@ -100,7 +100,7 @@ class Folder:
             return None
 
     def _tidy(self) -> None:
-        """Removes the files whose entries JAX has removed, to stay within the size that the user has set."""
+        """Removes files without an entry (JAX has removed it), to stay within the size that the user has set."""
         if setting("jax_compilation_cache_max_size") == -1:
             return
         files, entries = (list(self._cache._path.glob(f"*{suffix}")) for suffix in (_SUFFIX, "-cache"))
@@ -119,7 +119,7 @@ class Folder:
         if len(entry) < setting("jax_persistent_cache_min_entry_size_bytes"):
             return None
         if setting("jax_compilation_cache_max_size") != -1:
-            self._cache.put(key, entry)  # which counts bytes, under a lock
+            self._cache.put(key, entry)  # it counts bytes, under a lock
         else:
             self._write(self._cache._path / f"{key}-cache", entry)
         return entry
@@ -128,7 +128,7 @@ class Folder:
         return self._cache._path / f"{fingerprint}{_SUFFIX}"
 
     def _write(self, name: Path, content: bytes) -> None:
-        """All at once, also where several processes write the same file."""
+        """Writes a file atomically, even if several processes write the same file."""
         temporary = name.parent / f"{name.name}.{os.getpid()}.{threading.get_ident()}.{time.time_ns()}"
         temporary.write_bytes(content)
         temporary.replace(name)
@@ -139,10 +139,10 @@ def _extracted(entry: bytes) -> bytes:
 
 
 def entry_key(lowering: Any, more_options: Mapping[str, object]) -> str:
-    """The name under which JAX keeps a program in the folder.
+    """Returns the name under which JAX stores a program in the folder.
 
     Args:
-      more_options: for XLA, with which it was compiled beside those of the lowering.
+      more_options: XLA options of its compilation in addition to those of the lowering.
     """
     of, devices = lowering.compile_args, np.array(list(lowering._device_list))
     inferred = pxla.get_prop_to_input_output(of["in_shardings"], of["out_shardings"], len(of["ordered_effects"]))
@@ -163,6 +163,6 @@ _warned = threading.Event()
 def _warn_once(message: str) -> None:
     if not _warned.is_set():
         _warned.set()
-        # JAX would say the same again of each program that it reads, or writes, in that folder.
+        # JAX would repeat this warning for each program that it reads or writes in that folder.
         warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
         warnings.warn(f"mpmd: {message} (Other such programs are not named.)", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Sets the mesh under which a step is traced, and how JAX's own functions see it."""
+"""Sets the mesh under which a step is traced, and makes JAX's own functions see that mesh."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from mpmd._jax_compat.jaxprs import ClosedJaxpr, Jaxpr
 from mpmd._jax_compat.rebasing import rebase
 
-# Of the settings that a trace depends on, those that people change.
+# The settings that people change, among those that a trace depends on.
 _CHANGED = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable", "jax_use_shardy_partitioner",
     "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_disable_jit", "jax_softmax_custom_jvp",
@@ -23,23 +23,23 @@ _CHANGED = (
 
 
 def trace_context() -> Hashable:
-    """The settings that a trace depends on beside its arguments: x64 mode, matmul precision and the like."""
+    """Returns the settings that a trace depends on besides its arguments: x64 mode, matmul precision and the like."""
     return config.trace_context()
 
 
 def trace_settings() -> str:
-    """The same in lines: those by name that people change, then all."""
+    """Returns these settings as lines: first those that people change, by name, then all."""
     named = [f"{name} = {getattr(jax.config, name, None)}" for name in _CHANGED]
     return "\n".join([*named, f"all settings = {trace_context()}"])
 
 
 def setting(name: str) -> Any:
-    """The value of one of JAX's settings. `jax.config.values`, which says it too, asks for all of them."""
+    """Returns the value of one of JAX's settings. `jax.config.values` would look up all of them."""
     return getattr(jax.config, name)
 
 
 def is_profiling() -> bool:
-    """Whether a profile is being taken, by `jax.profiler` or by a tool that asked its server for one."""
+    """Returns whether a profile is being taken, by `jax.profiler` or by a tool through its server."""
     return jax.profiler.TraceAnnotation.is_enabled()
 
 
@@ -48,22 +48,22 @@ class _Tracing:
     """The step that is being traced in this thread."""
 
     mesh: AbstractMesh
-    others: frozenset[AbstractMesh]  # that the user may name, and mean `mesh`
+    others: frozenset[AbstractMesh]  # the user may name these, and means `mesh`
     axis: str | None
     is_mesh_set: bool  # by the user
 
     def own_mesh(self, mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-        """The mesh of the step, in the place of another one."""
+        """Returns the mesh of the step instead of another one that stands for it."""
         return self.mesh if not mesh.empty and mesh.abstract_mesh in self.others else mesh
 
     def own_sharding(self, sharding: object) -> object:
-        """A sharding on the mesh of the step, if it is on another one that stands for it."""
+        """Returns a sharding on the mesh of the step, if it is on another one that stands for it."""
         if isinstance(sharding, NamedSharding) and (mesh := self.own_mesh(sharding.mesh)) is not sharding.mesh:
             return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
         return sharding
 
 
-# Part of the keys of JAX's caches: what is traced here is not reused elsewhere, nor the other way round.
+# Part of the keys of JAX's caches: results traced here are not reused elsewhere, nor the other way round.
 _tracing = jax.make_user_context(None)
 
 
@@ -71,10 +71,10 @@ _tracing = jax.make_user_context(None)
 def tracing(
     mesh: AbstractMesh, others: frozenset[AbstractMesh] = frozenset(), axis: str | None = None
 ) -> Iterator[None]:
-    """A context to trace a step, or a part of it, in: `mesh` is the current mesh, whatever the caller had set.
+    """Returns a context in which to trace a step, or a part of it: `mesh` is the current mesh, whatever the caller set.
 
-    The `others` (the whole mesh, those of other groups) are taken for it. Derivatives of `shard_map` leave the mpmd
-    axis out, over which nothing is split or summed. Flax applies the names of partitioned variables if the caller had
+    The `others` (the whole mesh, meshes of other groups) are taken for it. Derivatives of `shard_map` leave out the
+    mpmd axis, over which nothing is split or summed. Flax applies the names of partitioned variables if the caller had
     set a mesh.
     """
     _install_hooks()
@@ -93,10 +93,10 @@ def _install_hooks() -> None:
 
 @functools.cache
 def _hook(module: str, owner: str, name: str, wrapper: Callable) -> None:
-    """Lets `wrapper(original, step, *args)` stand for a function, wherever it was imported, while a step is traced.
+    """Replaces a function, wherever it was imported, by `wrapper(original, step, *args)` while a step is traced.
 
-    It stays, since other threads may trace, and does nothing outside of a trace. In a release without such a function
-    nothing is done: a step that needs it (one that names a group's mesh, say) gets JAX's own error.
+    The hook stays, since other threads may trace, and does nothing outside of a trace. A release without this function
+    gets no hook: a step that needs it (one that names a group's mesh, say) raises JAX's own error.
     """
     place = getattr(sys.modules[module], owner, None) if owner else sys.modules[module]
     original = getattr(place, name, None)
@@ -118,7 +118,7 @@ def _hook(module: str, owner: str, name: str, wrapper: Callable) -> None:
 
 
 def _own_mesh(step: _Tracing, mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The mesh of the step in the place of another one that the user names, unless in a context of its own."""
+    """Returns the mesh of the step instead of another one that the user names, except in a context of its own."""
     return step.own_mesh(mesh) if current_mesh() == step.mesh else mesh
 
 
@@ -138,12 +138,12 @@ def _sharding_of_another(original: Callable, step: _Tracing, sharding: Any, *arg
 def _array_of_another(
     original: Callable, step: _Tracing, aval: object, sharding: object, *args: object, **kwargs: object
 ):
-    """For the type of an array that the step closes over, such as a parameter."""
+    """Handles the type of an array that the step closes over, such as a parameter."""
     return original(aval, _own_sharding(step, sharding), *args, **kwargs)
 
 
 def _axes_of_another(original: Callable, step: _Tracing, *args: object, **kwargs: object):
-    """For `auto_axes`, whose results have shardings."""
+    """Handles `auto_axes`, whose results have shardings."""
     return original(*args, **jax.tree.map(functools.partial(_own_sharding, step), kwargs))
 
 
@@ -156,7 +156,7 @@ def _context_of_another(original: Callable, step: _Tracing, context: Any):
 
 
 def _jaxpr_of_another(original: Callable, step: _Tracing, jaxpr: Jaxpr, *args: object, **kwargs: object):
-    """For what was traced outside of the step."""
+    """Handles functions that were traced outside of the step."""
     if {e.ctx.cur_abstract_mesh for e in jaxpr.eqns} & step.others - {step.mesh}:
         jaxpr = rebase(ClosedJaxpr(jaxpr, ()), step.mesh, step.mesh).jaxpr
     return original(jaxpr, *args, **kwargs)
@@ -166,7 +166,7 @@ def _replicated_without_a_rule(
     original: Callable, step: _Tracing, primitive: object, rule: object, other_rule: object, num_out: int | None,
     *avals: ShapedArray, **params: object,
 ):  # fmt: skip
-    """Some operations have no rule for Explicit axes: what they make of replicated operands is replicated.
+    """Makes results of replicated operands replicated, for operations that have no rule for Explicit axes.
 
     An operand that was computed while the step is traced may be on the whole mesh.
     """
@@ -193,7 +193,7 @@ def _is_mesh_set(original: Callable, step: _Tracing):
 
 @contextlib.contextmanager
 def _computed_outside(original: Callable, step: _Tracing):
-    """What is computed while the step is traced: the step's mesh has no devices to compute on."""
+    """Handles computations while the step is traced: the step's mesh has no devices to compute on."""
     with original(), no_mesh() if core.trace_state_clean() else jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         yield
 
@@ -216,24 +216,24 @@ _HOOKS: dict[str, Callable] = {
 
 @contextlib.contextmanager
 def no_mesh() -> Iterator[None]:
-    """A context without a mesh, whatever the caller had set: JAX refuses arrays that are not on all of its devices."""
+    """Returns a context without a mesh, whatever the caller set: JAX refuses arrays that are not on all its devices."""
     with jax.set_mesh(None):  # pyright: ignore[reportArgumentType]
         yield
 
 
 def current_mesh() -> AbstractMesh:
-    """The abstract mesh of the context."""
+    """Returns the abstract mesh of the context."""
     return jax.sharding.get_abstract_mesh()
 
 
 def sharding_here() -> NamedSharding | None:
-    """What the type of a computed scalar says on the current mesh, if that has Explicit axes."""
+    """Returns the sharding in the type of a computed scalar on the current mesh, if that has Explicit axes."""
     mesh = current_mesh()
     return NamedSharding(mesh, jax.sharding.PartitionSpec()) if mesh.explicit_axes else None
 
 
 @contextlib.contextmanager
 def use_abstract_mesh(mesh: AbstractMesh) -> Iterator[None]:
-    """A context in which `mesh` is the current abstract mesh, whatever the caller had set."""
+    """Returns a context in which `mesh` is the current abstract mesh, whatever the caller set."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh):
         yield
