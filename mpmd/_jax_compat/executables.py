@@ -58,7 +58,7 @@ class XlaProgram:
         return fingerprint(self.name, self.closed, self.mesh, *shardings, self.donate, self.options)
 
     def stored(self) -> bytes | None:
-        """Returns the serialized executable from an earlier process; None for described devices, which load none."""
+        """Returns the serialized executable of an earlier process, or None; described devices cannot load one."""
         if is_described(self.mesh.devices.flat[0]):
             return None
         return None if self.folder is None or self.fingerprint is None else self.folder.find(self.fingerprint)
@@ -131,7 +131,7 @@ def _for_small_types(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
 
 
 def compile_program(lowered: jax.stages.Lowered, program: XlaProgram) -> LoadedProgram:
-    """Compiles; with a compilation cache folder, the program is stored there however quickly it was compiled.
+    """Compiles a program; with a compilation cache folder, it is stored there however quickly it was compiled.
 
     By default JAX stores programs that took a second or more. A step as one program does; its many small ones may not.
     """

@@ -186,7 +186,7 @@ def register_dce_rule(
 
 
 def is_ordered(eqn: JaxprEqn) -> bool:
-    """Whether the equation has an effect that must keep its order (an ordered callback)."""
+    """Returns whether the equation has an effect that must keep its order (an ordered callback)."""
     return any(effects.ordered_effects.contains(e) for e in eqn.effects)
 
 
@@ -212,7 +212,7 @@ def kept_in_shard_map(eqn: JaxprEqn, aval: Any) -> tuple[Any, Any]:
 
 
 def called_from(eqn: JaxprEqn, function_name: str) -> bool:
-    """Whether a function of this name was on the Python stack when the equation was traced."""
+    """Returns whether a function of this name was on the Python stack when the equation was traced."""
     traceback = eqn.source_info.traceback
     codes, _ = traceback.raw_frames() if traceback else ([], [])
     return any(code.co_name == function_name for code in codes)
@@ -261,7 +261,7 @@ def shaped_array(x: object) -> Any:
 
 
 def is_ref(aval: object) -> bool:
-    """Whether this is the type of a ref, an array that equations change (`jax.new_ref`)."""
+    """Returns whether this is the type of a ref, an array that equations change (`jax.new_ref`)."""
     return isinstance(aval, AbstractRef)
 
 

@@ -50,7 +50,7 @@ class Rows:
         return self.axis < len(shape) and shape[self.axis] == self.bounds[-1]
 
     def avals(self, aval: compat.Aval) -> list[compat.Aval]:
-        """The types of the pieces of an array."""
+        """Returns the types of the pieces of an array."""
         return [with_rows(aval, self.axis, stop - start) for start, stop in self.ranges]
 
     def __str__(self):
@@ -58,12 +58,12 @@ class Rows:
 
 
 def with_rows(aval: compat.Aval, axis: int, rows: int) -> compat.Aval:
-    """The type `aval` with another number of rows."""
+    """Returns the type `aval` with another number of rows."""
     return aval.update(shape=(*aval.shape[:axis], rows, *aval.shape[axis + 1 :]))
 
 
 def cut(x: jax.Array, rows: Rows) -> list[jax.Array]:
-    """The pieces of an array."""
+    """Returns the pieces of an array."""
     return [jax.lax.slice_in_dim(x, start, stop, axis=rows.axis) for start, stop in rows.ranges]
 
 

@@ -162,7 +162,7 @@ def _treduce_list(
     cuts: Sequence[int] | None,
     weights: Callable | None,
 ) -> PyTree:
-    """`treduce` for a list: in a pipelined step, a loop over one microbatch that stands for all."""
+    """Runs `treduce` for a list: in a pipelined step, a loop over one microbatch that stands for all."""
     if axis != 0:
         raise StageError(f"treduce: axis is {axis!r}, and xs is a list, whose entries are whole microbatches.")
 

@@ -166,7 +166,7 @@ def _wished(wish: object, mesh: MpmdMesh, name: str) -> Hint:
 
 
 def _meshes(other: MpmdMesh, mesh: MpmdMesh) -> str:
-    """Two meshes that differ, for messages."""
+    """Describes two meshes that differ, for messages."""
     return f"on {other}, not {mesh}" if str(other) != str(mesh) else f"on other devices in {mesh}"
 
 
