@@ -49,9 +49,9 @@ class MpmdArray(ReadableArray):
 
     Args:
         arrays: the arrays of this process's groups, in any order: each finds its group by its mesh. If groups share
-            devices, equal meshes are filled in ascending order, or a mapping from group to array is needed. Empty if
-            this process has none of `mpmd_sharding.mesh_ids`, or should hold nothing of the array: then no step can
-            take it here. For a split array: one array for each range, a group's ranges in the order of their rows, or a
+            devices, equal meshes are filled in ascending order; or pass a mapping from group to array. Empty if this
+            process has none of `mpmd_sharding.mesh_ids`, or should hold nothing of the array: then no step takes it
+            here. For a split array: one array for each range, a group's ranges in the order of their rows, or a
             mapping from (start, stop) to array.
         mpmd_sharding: the groups of the array, and its sharding in them.
         shape: needed if `arrays` is empty.
