@@ -1,1 +1,1 @@
-"""From the ledgers of a job, or from stated inputs, to how much of its time counts."""
+"""How much of a job's time counts: from its ledgers, or predicted from stated inputs."""

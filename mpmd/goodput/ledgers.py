@@ -1,4 +1,4 @@
-"""Reads the ledgers of all processes of a job, and says where its time went."""
+"""Reads the ledgers of all processes of a job, and adds up where its time went."""
 
 import dataclasses
 import datetime
@@ -34,10 +34,10 @@ _ABOUT = {
 
 
 class LedgerLine(NamedTuple):
-    """What a process wrote at a time (seconds since 1970): seconds by part since the line before, and what happened.
+    """A line of a process: its time (seconds since 1970), the seconds by part since the line before, and an event.
 
     Attributes:
-      steps: the first and the last one of those that ended; None outside of `mpmd.resilient`.
+      steps: the first and the last of the steps that ended; None outside of `mpmd.resilient`.
     """
 
     at: float
@@ -48,7 +48,7 @@ class LedgerLine(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ProcessLedger:
-    """What a process wrote."""
+    """The ledger of a process."""
 
     number: int
     attempt: int
@@ -57,25 +57,25 @@ class ProcessLedger:
 
     @property
     def end(self) -> float:
-        """When it wrote its last line."""
+        """The time of its last line."""
         return self.lines[-1].at if self.lines else self.begun
 
     @property
     def taken(self) -> tuple[int, float] | None:
-        """Of a spare: whose place it took, and when."""
+        """The rank that a spare became, and when."""
         found = [line for line in self.lines if line.text.startswith(ledger.TAKES)]
         return (int(found[0].text.removeprefix(ledger.TAKES)), found[0].at) if found else None
 
 
 @dataclasses.dataclass(frozen=True)
 class JobLedger:
-    """Where the time of a job's processes went.
+    """The ledger of a job.
 
     Attributes:
-      seconds: by part, of all processes together; with the time in which a rank had no process.
-      begun, end: of the first and the last process, in seconds since 1970.
-      num_spares: of all that have waited, also one after the other.
-      events: what happened, and when.
+      seconds: the seconds by part, of all processes together, including the time in which a rank had no process.
+      begun, end: the begin of the first process and the end of the last one, in seconds since 1970.
+      num_spares: the number of all spares that have waited, also one after the other.
+      events: the events with their times.
     """
 
     num_ranks: int
@@ -119,7 +119,7 @@ class JobLedger:
         yield from (f"  {event}" for event in self.events)
 
     def as_json(self) -> str:
-        """All figures."""
+        """Returns all figures."""
         return json.dumps({
             **dataclasses.asdict(self), "total": self.total, "goodput": self.goodput, "effective": self.effective
         }, indent=2)  # fmt: skip
@@ -130,7 +130,7 @@ def _time(at: float, day: bool = False) -> str:
 
 
 def read(where: Path) -> list[ProcessLedger]:
-    """What all processes of a folder wrote; a line that was not finished is left out.
+    """Returns the ledgers of all processes in a folder, without unfinished lines.
 
     Raises:
       FileNotFoundError: there is no folder, or no ledger in it.
@@ -168,10 +168,10 @@ def _seconds(text: str) -> float:
 
 
 def put_together(processes: Sequence[ProcessLedger]) -> JobLedger:
-    """Where the time of a job went.
+    """Returns the ledger of a job.
 
     Args:
-      processes: of all attempts, spares too.
+      processes: the processes of all attempts, including spares.
     """
     seconds: defaultdict[str, float] = defaultdict(float)
     for process in processes:
@@ -181,13 +181,13 @@ def put_together(processes: Sequence[ProcessLedger]) -> JobLedger:
     spares = {p.number for p in processes if any(ledger.IDLE in line.parts for line in p.lines)}
     num_restarts = max(p.attempt for p in processes) - min(p.attempt for p in processes)
     begun, end = min(p.begun for p in processes), max(p.end for p in processes)
-    num_ranks = min(spares, default=len({p.number for p in processes}))  # the numbers of spares follow those of ranks
+    num_ranks = min(spares, default=len({p.number for p in processes}))  # spares have higher numbers than ranks
     return JobLedger(num_ranks, len(spares), num_restarts, dict(seconds), begun, end, tuple(_events(processes)))
 
 
 def _counted(process: ProcessLedger, processes: Sequence[ProcessLedger]) -> Iterator[tuple[str, float]]:
-    """Seconds by part of a process; of a line with steps that are done again, as many as such steps are in it."""
-    done, since = -1, process.begun  # steps up to this one were done before; when it went on last
+    """Yields seconds by part of a process. The share of a line's steps that are done again is REPEATED."""
+    done, since = -1, process.begun  # the last step that was done before; when the process last continued
     for line in process.lines:
         again = 0.0
         if line.steps is not None:
@@ -208,11 +208,11 @@ def _begins(line: LedgerLine) -> bool:
 
 
 def _until(line: LedgerLine, since: float, process: ProcessLedger, attempt: int) -> ProcessLedger:
-    """A process until it went on at the step of this line, before or after the line was written.
+    """Returns a process up to the time at which it continued with the step of this line, before or after the line.
 
     Args:
-      since: when the process of the line went on before.
-      attempt: that of the line; processes of others end before it.
+      since: when the process of the line continued the last time before.
+      attempt: the attempt of the line; processes of other attempts are cut at the line.
     """
     own = process.lines if process.attempt == attempt else ()
     alike = [x.at for x in own if _begins(x) and x.at > since and _first_step(x.text) == _first_step(line.text)]
@@ -221,19 +221,19 @@ def _until(line: LedgerLine, since: float, process: ProcessLedger, attempt: int)
 
 
 def _first_step(text: str) -> int:
-    """The step that a loop which begins or goes on computes first."""
+    """Returns the first step of a loop that begins or continues."""
     return int(re.findall(r"step (\d+)", text)[0]) + ("goes on after" in text)
 
 
 def _steps_before(at: float, processes: Sequence[ProcessLedger]) -> list[tuple[float, tuple[int, int]]]:
-    """The lines about steps of the loop that goes on at a time: when they were written, and the steps."""
+    """Returns the times and the steps of the lines about the loop that runs at a time."""
     lines = [line for p in processes for line in p.lines if line.at <= at]
     over = max((line.at for line in lines if line.text == ledger.LOOP + "is over"), default=0.0)
     return [(line.at, line.steps) for line in lines if line.steps is not None and line.at > over]
 
 
 def _seconds_without_process(processes: Sequence[ProcessLedger]) -> float:
-    """How long places of ranks and of spares were empty until somebody was there again."""
+    """Returns the seconds in which ranks and spares had no process, before another process came."""
     filled: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     for p in processes:
         rank, since = p.taken or (p.number, p.begun)
@@ -248,7 +248,7 @@ def _seconds_without_process(processes: Sequence[ProcessLedger]) -> float:
 
 
 def _events(processes: Sequence[ProcessLedger]) -> Iterator[str]:
-    """In the order of time; what several processes say alike, once."""
+    """Yields the events in the order of time. Equal events of several processes come once."""
     lines = [(line.at, p, line) for p in processes for line in p.lines if line.text]
     said: set[tuple[int, str]] = set()
     for at, process, line in sorted(lines, key=lambda entry: entry[0]):

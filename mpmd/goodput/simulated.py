@@ -1,8 +1,8 @@
-"""How much of a job's time would count, from stated inputs, with and without each way to go on after a failure.
+"""Predicts how much of a job's time would count, from stated inputs, for each way to continue after a failure.
 
-A closed form, in averages. Each failure stops all devices until the job is back, and has it do again what was not kept.
-Failures are counted one by one: each costs its whole stop, also where two would overlap; one that comes while the job
-is stopped has nothing more done again.
+A closed form, in averages. Each failure stops all devices until the job is back, and the steps that were not kept are
+repeated. Failures are counted one by one: each costs its whole stop, even where two stops would overlap. A failure
+while the job is stopped adds no repeated steps.
 """
 
 import dataclasses
@@ -13,31 +13,31 @@ from typing import NamedTuple
 
 from scheduler.base import texts
 
-# Steps done again where the state after each step is kept: the one before the failure, and on average half of the one
-# that was under way.
+# Repeated steps where the state after each step is kept: the step before the failure, and on average half of the
+# current step.
 _STEPS_AGAIN = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
 class FailureInputs:
-    """What a prediction stands on.
+    """The inputs of a prediction.
 
     Attributes:
-      gpus: that compute.
-      failures_per_day: that stop the job.
-      step_s: of a step.
+      gpus: the number of GPUs that compute.
+      failures_per_day: the number of failures that stop the job.
+      step_s: seconds of a step.
       checkpoint_every_s: training time from one checkpoint on disk to the next.
-      checkpoint_s: how long each holds the training up.
+      checkpoint_s: how long each checkpoint holds up the training.
       copy_s: how long the copies in memory hold up a step.
-      detect_s: from a failure until all are told.
-      restart_s, from_memory_s, in_place_s: from then on until the next step begins, with the state from disk, from
+      detect_s: seconds from a failure until all processes know of it.
+      restart_s, from_memory_s, in_place_s: seconds from then until the next step begins, with the state from disk, from
         memory, and with a spare in the place.
-      spares: GPUs that wait.
+      spares: the number of GPUs that wait.
       gpus_per_host: a failure takes a host, and a spare host takes its place.
       host_repair_h: hours until a host that has failed is a spare again.
 
     Raises:
-      ValueError: numbers that cannot be; all of them are named.
+      ValueError: some numbers are impossible; the message names all of them.
     """
 
     gpus: int
@@ -65,11 +65,11 @@ class FailureInputs:
 
 
 class TimeShares(NamedTuple):
-    """Shares of the time of all GPUs, spares too; together 1.
+    """Shares of the time of all GPUs, including spares. They add up to 1.
 
     Attributes:
       useful: steps that count.
-      stopped: from failures until the job was back.
+      stopped: from failures until the job is back.
       repeated: steps done again.
       saving: held up by checkpoints on disk.
       copying: held up by copies in memory.
@@ -85,11 +85,11 @@ class TimeShares(NamedTuple):
 
 
 def shares(inputs: FailureInputs, *, in_memory: bool, in_place: bool) -> TimeShares:
-    """What would become of the time.
+    """Predicts the shares of the time.
 
     Args:
-      in_memory: the state after each step is kept in the memory of other hosts (`mpmd.resilient`).
-      in_place: and a spare takes the place of what has failed, if one is free.
+      in_memory: whether the state after each step is kept in the memory of other hosts (`mpmd.resilient`).
+      in_place: whether a spare also takes the place of a failed host, if one is free.
 
     Examples:
       >>> of = FailureInputs(gpus=8, failures_per_day=24, checkpoint_every_s=600, checkpoint_s=0)
@@ -113,7 +113,7 @@ def shares(inputs: FailureInputs, *, in_memory: bool, in_place: bool) -> TimeSha
 
 
 def spare_is_free(inputs: FailureInputs) -> float:
-    """The share of failures for which a spare host is free (Erlang's loss formula): the others are being repaired."""
+    """Returns the share of failures for which a spare host is free (Erlang's loss formula): others are in repair."""
     busy = inputs.failures_per_day / 24 * inputs.host_repair_h
     blocked = 1.0
     for number in range(1, inputs.spares // inputs.gpus_per_host + 1):
@@ -124,7 +124,7 @@ def spare_is_free(inputs: FailureInputs) -> float:
 
 
 def predicted(inputs: FailureInputs) -> dict[str, TimeShares]:
-    """By what a job has: checkpoints alone, copies in memory too, spares too if there are any."""
+    """Returns predictions for checkpoints alone, with copies in memory too, and with spares too if there are any."""
     found = {
         "checkpoints on disk": shares(inputs, in_memory=False, in_place=False),
         "and copies in memory": shares(inputs, in_memory=True, in_place=False),
@@ -133,7 +133,7 @@ def predicted(inputs: FailureInputs) -> dict[str, TimeShares]:
 
 
 def text_of(inputs: FailureInputs) -> str:
-    """Inputs and prediction, for people."""
+    """Returns the inputs and the prediction as text."""
     return "\n".join(_lines(inputs))
 
 

@@ -1,6 +1,6 @@
 """Keeps what this process is doing: phase, instruction, whom it waits for, the user's callback.
 
-The main thread says it; the watchdog's threads publish it as a `Board`.
+The main thread sets it; the watchdog's threads publish it as a `Board`.
 """
 
 import contextlib
@@ -22,30 +22,30 @@ from mpmd.observe.pace import Pace
 
 
 class Cursor(Protocol):
-    """Where the executor is: the watchdog looks at it from its own thread."""
+    """The position of the executor, which the watchdog reads from its own thread."""
 
     flight: Flight
 
     def recorded(self) -> dict[str, object]:
-        """What the flight recorder writes of it."""
+        """Returns the data of this executor for the flight record."""
         ...
 
     @property
     def position(self) -> int:
-        """The instruction that was begun last."""
+        """The instruction that began last."""
         ...
 
     def text(self, position: int) -> str:
-        """The instruction in words."""
+        """Returns an instruction in words."""
         ...
 
     def peers(self, position: int) -> tuple[int, ...]:
-        """The other ranks of the group that runs the instruction."""
+        """Returns the other ranks of the group that runs an instruction."""
         ...
 
 
 class _Said(NamedTuple):
-    """A phase, what is done in it, and the ranks that it waits for."""
+    """A phase, the work in it, and the ranks that it waits for."""
 
     phase: str
     doing: str = ""
@@ -53,20 +53,20 @@ class _Said(NamedTuple):
 
 
 class Activity:
-    """What this process is at.
+    """The current activity of this process.
 
     Args:
       door, stacks: as on its `Board`.
 
     Attributes:
       step: how many steps have begun here.
-      expected: the values that it waits for, or has promised.
+      expected: the values that the process waits for, or has promised.
       callbacks: the user's functions that run on the host.
       cursors: the executors that have run a step, while they live.
-      samples: what it was at lately.
-      goes_on: in `mpmd.resilient`, where this process goes on when others are lost and replaced.
+      samples: recent activities.
+      goes_on: the process is in `mpmd.resilient`, and continues there when others are lost and replaced.
       has_pace: calls are measured for `pace`.
-      pace: how fast its devices are; None if that is not known.
+      pace: how fast the devices are; None if that is not known.
     """
 
     def __init__(self, rank: int, door: str = "", stacks: int = -1):
@@ -80,7 +80,7 @@ class Activity:
         self._cursor: Cursor | None = None
         self._last_position = -1
         self._times = Times()
-        self._line = "", 0.0  # and when it was found
+        self._line = "", 0.0  # and the time of the look-up
         self.expected = Expected(self._times)
         self.callbacks = Callbacks()
         self.cursors: weakref.WeakSet[Cursor] = weakref.WeakSet()
@@ -91,7 +91,7 @@ class Activity:
 
     @contextlib.contextmanager
     def during(self, phase: str, doing: str, waits_for: Sequence[int] = ()) -> Iterator[None]:
-        """A stretch of work other than a step; with ranks, one that waits for them."""
+        """Marks a stretch of work other than a step; with ranks, a wait for them."""
         before = self._said
         self.say(phase, doing, waits_for)
         try:
@@ -100,21 +100,21 @@ class Activity:
             self.say(*before)
 
     def waits_for(self, ranks: Sequence[int]) -> None:
-        """Narrows the ranks of the current wait down to those that have not come."""
+        """Narrows the current wait down to `ranks`, which have not come yet."""
         self._said = self._said._replace(ranks=tuple(ranks))
 
     def say(self, phase: str, doing: str = "", ranks: Sequence[int] = ()) -> None:
-        """A phase begins."""
+        """Begins a phase."""
         self._said = _Said(phase, doing, tuple(ranks))
         self._times.move()
 
     def fail(self, what: str) -> None:
-        """This process cannot go on; nothing has moved by that."""
+        """Notes that this process cannot go on. That does not count as a movement."""
         self._cursor = None
         self._said = self._said._replace(phase="failed", doing=what)
 
     def enter_step(self, cursor: Cursor) -> None:
-        """A step begins; `cursor` is looked at until `leave_step`."""
+        """Begins a step. The watchdog reads `cursor` until `leave_step`."""
         self.step += 1
         self._last_position = -1
         cursor.flight.begin(self.step)
@@ -123,24 +123,24 @@ class Activity:
         self.say("step")
 
     def leave_step(self) -> None:
-        """All instructions of the step have been dispatched, or it has failed."""
+        """Ends a step: all of its instructions have been dispatched, or it has failed."""
         if self._cursor is not None:
             self._cursor.flight.end()
         self._cursor = None
         self.say("idle")
 
     def expect(self, array: jax.Array, what: str, ranks: tuple[int, ...], number: int | None = None) -> None:
-        """An array will come from `ranks`, or (none) was promised to another rank.
+        """Adds an array that will come from `ranks`, or (without ranks) was promised to another rank.
 
-        Both sides know its number: so a value that was sent and did not arrive is found.
+        Both ends know its number, so a value that was sent and did not arrive is found.
         """
         self.expected.add(Awaited(array, what, ranks, number))
 
     def board(self, others: Iterable[Board] = ()) -> Board:
-        """What this rank says of itself now.
+        """Returns the board of this rank as of now.
 
         Args:
-          others: what the others said last.
+          others: the last boards of the other ranks.
         """
         now, said, cursor = time.monotonic(), self._said, self._cursor
         doing, position, number = said.doing, 0, None
@@ -167,13 +167,13 @@ class Activity:
         )  # fmt: skip
 
     def _user_line(self, now: float) -> str:
-        """Where the main thread is; looked up once a second, for it takes a millisecond."""
+        """Returns the user's line that the main thread is in. The look-up takes a millisecond, so once a second."""
         if now - self._line[1] > 1.0:
             self._line = exits.main_line(), now
         return self._line[0]
 
     def _sent_in_vain(self, others: Iterable[Board]) -> tuple[int, ...]:
-        """Of the values that others have been waiting for, those that this rank has sent."""
+        """Returns the numbers of values that others have been waiting for although this rank has sent them."""
         rank = self._process["rank"]
         waits = [board.wait for board in others if board.wait is not None]
         return self.expected.sent_among(
@@ -182,10 +182,10 @@ class Activity:
 
 
 class Callbacks:
-    """The user's functions that JAX calls on the host, in whatever thread.
+    """The user's functions that JAX calls on the host, in any thread.
 
     Attributes:
-      raised: the first error of such a function, empty if none. It reaches others before this process knows.
+      raised: the first error of such a function, empty if none. It may reach other ranks before this one.
     """
 
     def __init__(self):
@@ -193,12 +193,12 @@ class Callbacks:
         self._running: dict[int, str] = {}
 
     def running(self) -> str:
-        """One that runs; empty if none does."""
+        """Returns a function that is running; empty if none is."""
         return next(iter(list(self._running.values())), "")
 
     @contextlib.contextmanager
     def calling(self, function: Callable) -> Iterator[None]:
-        """While a program calls such a function."""
+        """Notes the function while a program calls it."""
         thread, text = threading.get_ident(), exits.function_text(function)
         self._running[thread] = text
         try:

@@ -12,10 +12,10 @@ from mpmd.observe import flight_files
 
 
 class Alone:
-    """What this process is at, and its record.
+    """The activity of this process, and its flight record.
 
     Attributes:
-      activity: what it is at.
+      activity: the current activity.
     """
 
     def __init__(self):
@@ -35,7 +35,7 @@ class Alone:
 
 
 def alone() -> Alone | None:
-    """The one of this process; None where no folder is named."""
+    """Returns the record of this process; None where no folder is named."""
     folder = flight_files.folder(os.environ)
     return None if folder is None else _alone(str(folder))
 

@@ -1,7 +1,8 @@
-"""What groups computed from the same values, compared bit by bit: which of them has a faulty device.
+"""Compares bit by bit the results that groups computed from the same values, to find the group with a faulty device.
 
-A step puts down what the devices of this process will find: digests. A thread waits for them, tells the other
-processes, hears of theirs, and finds the odd one out. What lies in the memory of a device is compared with itself.
+A step hands over digests, which the devices of this process will compute. A thread waits for them, publishes them,
+reads those of the other processes, and finds the odd one out. Arrays that lie in device memory are compared with their
+own earlier bits.
 """
 
 import collections
@@ -21,25 +22,25 @@ from mpmd.errors import CorruptionError, HangError, RankLostError
 from mpmd.job.job import Job
 from mpmd.job.spares import UNFIT
 
-_POLL_S, _MOST_POLL_S = 0.01, 0.1  # others are asked less and less often: they may have most of the step before them
+_POLL_S, _MOST_POLL_S = 0.01, 0.1  # polls get rarer: other processes may have most of the step before them
 _KEPT = 64  # audits that stay readable for slower processes
-MEMORY = "memory"  # where a group's own arguments have changed while they lay there
+MEMORY = "memory"  # the digest of arguments that have changed in a group's own memory
 
-# XLA's flag for GPUs. By default it tries kernels and takes the fastest, in each process anew, and some of them add up
-# in the order in which their threads come.
+# XLA's flag for GPUs. Without it, each process tries kernels and takes the fastest, and some kernels add up in the
+# order in which their threads come.
 SAME_BITS = "xla_gpu_deterministic_ops"
 
-# Of a group: per device of it (its number in the group), what it found, as text.
+# Of one group: its digests as text, by the number of the device in the group.
 Sign = Mapping[int, str]
 
 
 class Finding(NamedTuple):
-    """Which group differs from the others.
+    """A group that differs from the others.
 
     Attributes:
-      groups: the one that is faulty; of two that differ, both.
+      groups: the faulty group; both groups where two differ and no third one decides.
       devices: their devices that differ, as numbers in the group.
-      at_rest: what has changed is what lay in the memory of the group.
+      at_rest: whether arrays have changed while they lay in the memory of the group.
     """
 
     groups: tuple[int, ...]
@@ -51,13 +52,13 @@ class Audit(NamedTuple):
     """One instruction that several groups have run.
 
     Attributes:
-      key: unlike that of any other audit of the job.
-      what: for people: the instruction, the step and the call.
-      owners: per group, that of the step first, the process of each of its devices.
+      key: a key that no other audit of the job has.
+      what: the instruction, the step and the call, for people.
+      owners: per group, the process of each of its devices. The group of the step comes first.
       names: per group, the name of each of its devices.
-      found: of groups of this process: waits for and returns what its own devices found.
+      found: per group of this process, a function that waits for the digests of its own devices and returns them.
       job: None where all groups are this process's.
-      epoch: of the job, in which it was done.
+      epoch: the epoch of the job in which the instruction ran.
     """
 
     key: str
@@ -70,11 +71,11 @@ class Audit(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Bits of arrays of this process, which nobody may change where they lie: as they were, and as they are.
+    """A comparison of arrays of this process with their earlier bits. Nobody may change them in place.
 
     Attributes:
-      what: for people: what the arrays are.
-      changed: waits for and returns the names of devices, with their groups, on which one of them has changed.
+      what: the arrays, for people.
+      changed: waits for the comparison; returns the names of devices with a changed array, with their groups.
       job: None where all groups are this process's.
     """
 
@@ -84,10 +85,10 @@ class Look(NamedTuple):
 
 
 class Lying(Protocol):
-    """Arrays that lie in the memory of devices."""
+    """Arrays that stay in the memory of devices."""
 
     def look(self, *, is_last: bool = False) -> Look | None:
-        """Has devices look at those that are still there; for the last time. Called by any thread."""
+        """Starts a comparison of the arrays that still exist (`is_last`: the last one). Any thread may call it."""
 
 
 class _Comparisons:
@@ -127,7 +128,7 @@ class _Comparisons:
                 else:
                     self._compare(audit)
             except (jax.errors.JaxRuntimeError, HangError):
-                pass  # the step has failed, or a rank was lost: whoever goes on with it hears of that
+                pass  # the step has failed, or a rank was lost: whoever uses its results gets that error
             except Exception as e:
                 error = e
             with self._changed:
@@ -149,7 +150,7 @@ class _Comparisons:
             _raise(f"{' and '.join(names)}: {look.what} has changed in memory", look.job, can_be_replaced=True)
 
     def _heard(self, audit: Audit, job: Job, own: Mapping[int, Sign]) -> dict[int, Sign]:
-        """What all groups found, in the order of the groups; waits for other processes."""
+        """Waits for the other processes, and returns the digests of all groups, in the order of the groups."""
         folder = f"mpmd/audits/{audit.key}/"
         job.store.key_value_set(f"{folder}{job.rank}", json.dumps(own), allow_overwrite=True)
         self._published.append(f"{folder}{job.rank}")
@@ -161,7 +162,7 @@ class _Comparisons:
             if wanted <= said.keys():
                 break
             job.check()
-            if job.epoch != audit.epoch:  # who has been lost meanwhile says nothing any more
+            if job.epoch != audit.epoch:  # a process that was lost meanwhile publishes no digest any more
                 raise RankLostError("mpmd: a rank was lost, and the processes have gone on since")
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, _MOST_POLL_S)
@@ -178,32 +179,32 @@ _adding = threading.Lock()
 
 
 def put_down(audit: Audit) -> None:
-    """Has an audit compared in which this process has a part, beside what it does next."""
+    """Adds an audit that this process takes part in. It is compared in the background."""
     _comparisons.add(audit)
 
 
 def watch(arrays: Lying) -> None:
-    """Has `settle` look at arrays, as long as the caller keeps `arrays`."""
+    """Makes `settle` check the arrays, as long as the caller keeps `arrays`."""
     with _adding:
         _lying.add(arrays)
 
 
 def look_at(arrays: Lying, *, is_last: bool = False) -> None:
-    """Has the bits of arrays compared with those that they had, beside what this process does next."""
+    """Compares the bits of arrays with their earlier ones, in the background."""
     if (look := arrays.look(is_last=is_last)) is not None:
         _comparisons.add(look)
 
 
 def num_found() -> int:
-    """How many errors have been found so far."""
+    """Returns how many errors have been found so far."""
     return len(_comparisons.errors)
 
 
 def settle(but: int = 0, known: int | None = None) -> None:
-    """Returns when all audits but the last few are known to be right; looks at what lies in memory, unless `but`.
+    """Returns when all audits except the last `but` have passed. Without `but`, also checks the arrays in memory.
 
     Args:
-      known: raises every error after so many (`num_found`); by default one that has not been raised yet.
+      known: raises an error if more than this many (`num_found`) are known; by default, one that was not raised yet.
 
     Raises:
       CorruptionError: a group computes other bits than others do. Where a spare can take its place, the process of that
@@ -217,10 +218,10 @@ def settle(but: int = 0, known: int | None = None) -> None:
 
 
 def odd_one_out(signs: Mapping[int, Sign]) -> Finding | None:
-    """Which group differs, if any does.
+    """Returns the group that differs, if any does.
 
     Args:
-      signs: what each group found; the first one is that of the step.
+      signs: the digests of each group; the first group is the step's own.
 
     Examples:
       >>> odd_one_out({1: {0: "a"}, 2: {0: "a"}, 3: {0: "a"}})
@@ -246,7 +247,7 @@ def odd_one_out(signs: Mapping[int, Sign]) -> Finding | None:
 
 
 def _raise(text: str, job: Job | None, can_be_replaced: bool) -> NoReturn:
-    """Ends this process, whose device is faulty, if a spare can take its place."""
+    """Ends this process, which has a faulty device, if a spare can take its place. Raises otherwise."""
     if job is not None and can_be_replaced and job.may_be_replaced:
         print(f"jax-mpmd: rank {job.rank}: {text}; it is killed, to be replaced", file=sys.stderr, flush=True)
         os.kill(os.getpid(), UNFIT)

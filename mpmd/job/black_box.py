@@ -13,14 +13,14 @@ from mpmd.job.activity import Activity
 from mpmd.job.verdict import STILL_S, View
 from mpmd.observe import flight_files
 
-# A file of this name in the folder asks all ranks to write their records now; they go on.
+# A file of this name in the folder asks all ranks to write their records now. They continue to run.
 _REQUEST = "now"
-# A process that is told to end does so within this time; what ends it then is not why it was told.
+# A process that gets a signal to end does so within this time. An error in this time is not the reason for the end.
 _ENDING_S = 30.0
 
 
 class BlackBox:
-    """What is written of this rank, and where.
+    """The flight record of this rank and its file.
 
     Args:
       environment: names the folder.
@@ -36,11 +36,11 @@ class BlackBox:
         if self.folder is not None:
             self._path = flight_files.path_of(self.folder, rank, environment)
             with contextlib.suppress(OSError):
-                self._path.unlink()  # of an earlier job
+                self._path.unlink()  # the record of an earlier job
             self._asked_at = self._request_time()
 
     def note(self, views: Mapping[int, View]) -> None:
-        """Notes what this rank is at, a few times a second. Writes the record if the file that asks for it is new."""
+        """Notes the activity of this rank, a few times a second. Writes the record if the file `now` is new."""
         self._noted = views
         board = views[self._rank].board
         what, ranks = ("", ()) if board.wait is None else (board.wait.what, board.wait.ranks)
@@ -50,15 +50,17 @@ class BlackBox:
             self.write("asked for", views)
 
     def interrupted(self, signal: str, views: Mapping[int, View]) -> str:
-        """Writes the record of a process that somebody ends from outside: perhaps since the job hangs.
+        """Writes the record of a process that somebody ends from outside, perhaps because the job hangs.
+
+        The record names a rank that holds up others, even for a short time.
 
         Args:
-          signal: its name.
-          views: what all ranks say, for a process that notes nothing. Else what was noted last counts: whoever ends a
-            job also lets ranks go on that were stopped. A rank that holds up others is named, however short the time.
+          signal: the name of the signal.
+          views: the views of all ranks, for a process that notes none. Otherwise the last noted views count: whoever
+            ends a job also lets stopped ranks continue.
 
         Returns:
-          Lines for people: who holds up whom, and where the record is; nothing if it has just been written.
+          Lines for people: who holds up whom, and where the record is; empty if it has just been written.
         """
         if self.folder is None:
             return ""
@@ -80,14 +82,14 @@ class BlackBox:
     def write(
         self, why: str, views: Mapping[int, View], guilty: int | None = None, *, interrupted: bool = False
     ) -> str:
-        """Writes the record; returns a line for people that says where. Nothing where no folder is named, or where
-        somebody has just told this process to end.
+        """Writes the record; returns a line for people that says where. Does nothing where no folder is named, or
+        where this process has just got a signal to end.
 
         Args:
           why: the verdict.
-          views: what all ranks say.
+          views: the views of all ranks.
           guilty: the rank to blame, if it is known.
-          interrupted: somebody ends this process from outside.
+          interrupted: whether somebody ends this process from outside.
         """
         if self.folder is None:
             return ""

@@ -14,7 +14,7 @@ from mpmd.job.activity import Activity
 from mpmd.job.spares import Taken
 from mpmd.job.verdict import HELD_S, LEFT_S, Board, View
 
-# So often a rank publishes its board.
+# The period at which a rank publishes its board.
 PUBLISH_S = 0.25
 _FOLDER = "mpmd/board/"
 _VERDICT = "verdict-"
@@ -24,11 +24,11 @@ class Boards:
     """The boards of all ranks, as this one knows them.
 
     Attributes:
-      rank: this one.
-      number: that of its process: of a spare that has taken a place another one. It publishes under this number.
-      num_lost: how many ranks have been lost and replaced; a verdict counts for those that know of the same losses.
-      newer: the number of the process that has taken the place of this one, which was cut off; None if none has.
-      period_s: so often boards are published and read.
+      rank: this rank.
+      number: the number of its process, under which it publishes. A spare that has become a rank keeps its own number.
+      num_lost: how many ranks have been lost and replaced; a verdict counts for ranks that know of the same losses.
+      newer: the number of the process that replaced this one, which was cut off; None if none has.
+      period_s: the period at which boards are published and read.
       store: the key-value store of `jax.distributed`.
       status: the launcher's file about this rank.
       verdict: the verdict that some rank has published, if any: the guilty rank and what it did.
@@ -52,9 +52,9 @@ class Boards:
         self.verdict: tuple[int, str] | None = None
         self._activity = activity
         self._beats = itertools.count()
-        self._seen: dict[int, tuple[str, float, Board]] = {}  # with the text, and when it was new
+        self._seen: dict[int, tuple[str, float, Board]] = {}  # the text, when it came, and the board in it
         self._gone: dict[int, float] = {}
-        self._numbers = {rank: rank for rank in range(num_ranks)} | dict(taken)  # of the process that is a rank
+        self._numbers = {rank: rank for rank in range(num_ranks)} | dict(taken)  # the process of each rank
         self._knocks: dict[int, signs.Knock] = {}
         self._held_s = max(HELD_S, 3 * self.period_s)
         self._lock = threading.Lock()
@@ -62,22 +62,22 @@ class Boards:
 
     @property
     def unread_s(self) -> float:
-        """Seconds since the boards were read."""
+        """Seconds since the boards were last read."""
         return time.monotonic() - self._read_at
 
     def own(self) -> Board:
-        """What this rank says of itself now."""
+        """Returns the board of this rank as of now."""
         return self._activity.board([board for *_, board in list(self._seen.values())])
 
     def publish(self) -> None:
-        """Says now what this rank is at."""
+        """Publishes the board of this rank."""
         board, beat = self.own(), next(self._beats)
         self.status.write(board)
         text = json.dumps({"beat": beat, "board": board.to_json()})
         self.store.key_value_set(f"{_FOLDER}{self.number}", text, allow_overwrite=True)
 
     def read(self) -> None:
-        """Reads what all ranks say."""
+        """Reads the boards of all ranks."""
         now = time.monotonic()
         for key, text in self.store.key_value_dir_get(_FOLDER):
             name = key.rsplit("/", 1)[1]
@@ -88,7 +88,7 @@ class Boards:
         self._read_at = time.monotonic()
 
     def _note(self, number: int, text: str, now: float) -> None:
-        """What a process says; of those that are a rank, one after the other, the last one counts."""
+        """Notes the board of a process. Of several processes that were the same rank, the latest one counts."""
         board = Board.from_json(json.loads(text)["board"])
         if board.rank == self.rank and number > self.number:
             self.newer = number
@@ -98,7 +98,7 @@ class Boards:
                 self._seen[board.rank] = (text, now, board)
 
     def forget(self, rank: int, number: int) -> None:
-        """What a rank has said does not count any more: the process of this number is this rank from now on."""
+        """Forgets the board of a rank: from now on, the process of this number is the rank."""
         with self._lock:
             old, self._numbers[rank] = self._numbers[rank], number
             self.num_lost += 1
@@ -111,10 +111,10 @@ class Boards:
                 self.store.key_value_delete(f"{_FOLDER}{old}")
 
     def views(self) -> dict[int, View]:
-        """Every rank as this one sees it now."""
+        """Returns every rank as this one sees it now."""
         now, own = time.monotonic(), self.own()
         views: dict[int, View] = {}
-        late = max(0.0, now - self._read_at - 1.0)  # while nothing is read, nobody is silent but the store
+        late = max(0.0, now - self._read_at - 1.0)  # while nothing is read, only the store is silent
         with self._lock:
             for rank, (_, changed, board) in list(self._seen.items()):
                 silent_s = max(0.0, now - changed - late)
@@ -125,16 +125,16 @@ class Boards:
         return views
 
     def _state_here(self, board: Board, silent_s: float, now: float) -> str:
-        """What the kernel says of a process of this machine."""
+        """Returns the state of a process of this machine, by its kernel."""
         process = processes.state(board.pid, board.started)
         if process != "gone":
             self._gone.pop(board.rank, None)
         elif self._read_at < self._gone.setdefault(board.rank, now) + 4 * PUBLISH_S:
-            process = "running"  # its last words may still be on their way, or the store cannot tell them
+            process = "running"  # its last board may still be on its way, or the store is gone
         return "held" if process == "running" and silent_s > self._held_s else process
 
     def _state_away(self, board: Board, silent_s: float) -> str:
-        """What another machine's kernel answers for a process that has said nothing for a while."""
+        """Returns the state of a silent process on another machine, by the answer of that machine's kernel."""
         if silent_s < self._held_s or board.rank == self.rank or not board.door:
             if (knock := self._knocks.pop(board.rank, None)) is not None:
                 knock.close()
@@ -142,17 +142,17 @@ class Boards:
         return "mute" if self._knocks.setdefault(board.rank, signs.Knock(board.door)).lives() else "unknown"
 
     def forgive(self, seconds: float) -> None:
-        """This process could not read for so long, since its lock was held or it was stopped: nobody was silent."""
+        """Shortens all silences by a time in which this process could not read (lock held, or process stopped)."""
         now = time.monotonic()
         self._read_at = min(now, self._read_at + seconds)
         for rank, (text, changed, board) in list(self._seen.items()):
             self._seen[rank] = text, min(now, changed + seconds), board
 
     def first_verdict(self, rank: int, what: str) -> tuple[int, str, bool]:
-        """Publishes a verdict; the one that was published first counts for all ranks.
+        """Publishes a verdict. The verdict that was published first counts for all ranks.
 
         Returns:
-          The guilty rank, what it did, and whether no other rank has said so.
+          The guilty rank and what it did, by the verdict that counts, and whether that is this rank's own.
         """
         found: list[tuple[int, str, bool]] = []
         key = f"{_FOLDER}{_VERDICT}{self.num_lost}"
@@ -165,7 +165,7 @@ class Boards:
                     is_first = True
                 found.append((*_verdict_of(self.store.key_value_try_get(key)), is_first))
 
-        if self.unread_s < LEFT_S:  # else there is nobody to ask
+        if self.unread_s < LEFT_S:  # else the store does not answer
             run_briefly(ask, 2.0)
         return found[0] if found else (rank, what, True)
 
@@ -176,14 +176,14 @@ def _verdict_of(text: str) -> tuple[int, str]:
 
 
 def run_briefly(function: Callable[[], object], limit_s: float) -> None:
-    """Calls a function in a thread, and gives it so long: a call to the store may hang."""
+    """Calls a function in a thread, and waits at most `limit_s`: a call to the store may hang."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(limit_s)
 
 
 class StatusFile:
-    """What the launcher reads of a rank when no rank can speak any more.
+    """The file from which the launcher reads the state of a rank when all ranks have ended.
 
     Args:
       path: None if there is no launcher.
@@ -194,11 +194,11 @@ class StatusFile:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a launcher, which says the verdict at the end."""
+        """Whether there is a launcher, which prints the verdict at the end."""
         return self._path is not None
 
     def write(self, board: Board, verdict: str | None = None) -> None:
-        """Replaces it by what the rank is at now, and the first line of the verdict, which stays there."""
+        """Writes the current activity of the rank, and the first line of the verdict, which later calls keep."""
         if self._path is None:
             return
         wait, now = board.wait, time.time()

@@ -1,8 +1,8 @@
-"""Compares what the ranks of a job call, and with which values of the host, in every call.
+"""Compares the calls of all ranks of a job, with their values from the host.
 
-Ranks that call other steps, or the same step with other data, may hang, or train on one rank's inputs and another's
-labels without a word. The main thread only notes its calls. A thread publishes the notes, the lowest rank of those that
-make the calls together compares them, and the next call of each rank raises what it has found.
+Ranks that call other steps, or the same step with other data, may hang, or silently train on one rank's inputs and
+another's labels. The main thread only notes its calls. A thread publishes the notes. The lowest of the ranks that make
+the calls together compares them, and the next call of each rank raises if they differ.
 """
 
 import contextlib
@@ -24,27 +24,27 @@ from mpmd.job.boards import PUBLISH_S
 from mpmd.job.disagreement import Disagreement, disagreement
 from mpmd.job.notes import Note
 
-# So many calls are published together, if they come faster than the thread looks.
+# The thread publishes this many calls together, if they come faster than it looks.
 WINDOW = 128
-# The number of a call begins with that of the losses before it, and ends with room for its results.
+# The high bits of a call's number are the number of losses before it; the low bits are room for its results.
 _EPOCH_BITS, _RESULT_BITS = 46, 16
-# Where more calls than these come between two looks of the thread, it looks half as often: each look costs as much as
-# noting some thirty calls.
+# If more calls than this come between two looks of the thread, it looks half as often: a look costs as much as some
+# thirty notes.
 _MANY = 48
-# So many bytes wait for the thread, at most twice; what is more, the main thread reads.
+# At most twice this many bytes wait for the thread; the main thread reads the values beyond that.
 _MAX_HELD_NBYTES = 64 << 20
-# A rank is at most so many calls ahead of what has been compared.
+# A rank is at most this many calls ahead of the comparison.
 MAX_AHEAD = 256
-# Who waits for a comparison asks for it so often: at first, and at last.
+# The first and the longest delay between two looks while somebody waits for a comparison.
 _SOON_S, _LATE_S = 0.001, 0.05
-# A disagreement is said without the ranks that have not come to the call after so long.
+# After this time, a disagreement is reported without the ranks that have not come to the call.
 _PATIENCE_S = 5.0
-# A rank that raises gives the others so long to come to their next call, which raises the same.
+# A rank waits this long before it raises, so that the others come to their next call, which raises the same.
 _HEARD_S = 4 * PUBLISH_S
-# Where no rank comes to a next call after so long, because each waits for the other, the job is ended.
-# (A rank that has left while others wait for it is told before that, by the watchdog.)
+# If no rank comes to a next call within this time, because each waits for the other, the job ends.
+# (If a rank has left while others wait for it, the watchdog reports that earlier.)
 _UNHEARD_S = 10.0
-# At the end of the program, what was called last is compared for so long.
+# At the end of the program, the comparison of the last calls may take this long.
 _END_S = 10.0
 
 
@@ -52,9 +52,9 @@ class SharedCalls:
     """The calls that some ranks make together, as one of them sees them.
 
     Attributes:
-      ranks: those that make these calls.
-      count, num_compared: how many there were, and how many of them have been compared.
-      notes: those that have not been compared, the oldest first.
+      ranks: the ranks that make these calls.
+      count, num_compared: the number of calls, and of compared calls.
+      notes: the notes that have not been compared, the oldest first.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, store: compat.KeyValueStore, epoch: int = 0):
@@ -63,18 +63,18 @@ class SharedCalls:
         self.notes: deque[Note] = deque()
         self._rank, self._store = rank, store
         self._folder = f"mpmd/calls/{zlib.crc32(repr(ranks).encode()):08x}{f'.{epoch}' if epoch else ''}"
-        self._digests: deque[int] = deque()  # of the notes that have been read
+        self._digests: deque[int] = deque()  # of the notes with values that were read
         self.num_compared = self._published = 0
-        self._asked: tuple[int, float] | None = None  # the call whose notes differ, and since when that is known
+        self._asked: tuple[int, float] | None = None  # the call with different notes, and since when that is known
         self._answered: int | None = None
 
     @property
     def is_asked(self) -> bool:
-        """Whether ranks have said something else of a call, and it is not known yet how they differ."""
+        """Whether the ranks' digests of a call differ, and the difference is not known yet."""
         return self._asked is not None
 
     def turn(self) -> Disagreement | None:
-        """Publishes what is new, and compares what the others have said, or hears what has been found."""
+        """Publishes new digests; compares all (on the lowest rank), or reads the result of the comparison."""
         for note in list(self.notes)[len(self._digests) :]:
             if not note.is_ready:
                 break
@@ -115,7 +115,7 @@ class SharedCalls:
         return found
 
     def _inquire(self, k: int) -> tuple[bool, Disagreement | None]:
-        """Asks for the notes of a call that differ. Whether all have told, and how they differ."""
+        """Asks for the notes of a call that differ. Returns whether all ranks have answered, and the difference."""
         if self._asked is None:
             self._asked = k, time.monotonic()
         told = {r: note for r, (at, note) in self._read("details").items() if at == k}
@@ -141,14 +141,14 @@ class SharedCalls:
 
 
 class Calls:
-    """What this rank calls together with others.
+    """The calls that this rank makes together with others.
 
     Args:
-      rank, num_ranks: this one, and how many there are.
+      rank, num_ranks: this rank, and the number of ranks.
       store: the key-value store of the job.
-      activity: what this process is at.
+      activity: the activity of this process.
       end: ends all processes with a verdict: a rank, and what it did.
-      check_ranks: raises where a rank was lost, so that nobody waits for what it has called.
+      check_ranks: raises if a rank was lost, so that nobody waits for its calls.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Calls:
         ranks = tuple(range(num_ranks))
         self._streams = {ranks: SharedCalls(ranks, rank, store)}
         self._all, self._epoch = ranks, 0
-        self.is_apart = False  # what this process calls is compared with nobody's
+        self.is_apart = False  # if True, the calls of this process are not compared
         self._found: Disagreement | None = None
         self._cause: Exception | None = None
         self._is_raised = self._is_over = False
@@ -171,10 +171,10 @@ class Calls:
         self._thread.start()
 
     def note(self, ranks: Sequence[int], note: Note) -> int:
-        """This rank makes a call together with `ranks`. Waits only if it is far ahead of them.
+        """Adds a call that this rank makes together with `ranks`. Waits only if it is far ahead of them.
 
         Returns:
-          Its number, the same in all of them, with room for those of its results; 0 if it is compared with nobody's.
+          The number of the call, the same in all of them, with room for its results; 0 if it is not compared.
 
         Raises:
           ScheduleError: an earlier call of theirs differs.
@@ -184,7 +184,7 @@ class Calls:
             return 0
         if (stream := self._streams.get(ranks := tuple(ranks))) is None:
             stream = self._streams[ranks] = SharedCalls(ranks, self._rank, self._store, epoch=self._epoch)
-        if self._epoch:  # what was made before a rank was lost, its successor has from elsewhere
+        if self._epoch:  # the successor of a lost rank has results of earlier calls from elsewhere
             note.makers = [maker if maker >> _EPOCH_BITS == self._epoch else 0 for maker in note.makers]
         self._held_nbytes += note.nbytes()
         if self._held_nbytes > _MAX_HELD_NBYTES and note.is_ready:
@@ -198,7 +198,7 @@ class Calls:
         return (self._epoch << _EPOCH_BITS) + (stream.count << _RESULT_BITS)
 
     def begin_again(self, epoch: int) -> None:
-        """What was called up to now is not compared any more."""
+        """Drops the calls up to now, which are not compared any more."""
         self._epoch, self.is_apart = epoch, False
         self._streams = {self._all: SharedCalls(self._all, self._rank, self._store, epoch=epoch)}
 
@@ -213,7 +213,7 @@ class Calls:
         self._wait([s for s in self._streams.values() if ranks in (None, s.ranks)], 0)
 
     def until_now(self) -> Callable[[], None]:
-        """What returns when all calls up to now have been compared, whatever is called meanwhile; for any thread.
+        """Returns a function for any thread. It returns when the calls made before `until_now` have been compared.
 
         It raises a ScheduleError if some differ, and a RankLostError if a rank was lost before.
         """
@@ -232,7 +232,7 @@ class Calls:
         return compare
 
     def check(self) -> None:
-        """Raises what has been found."""
+        """Raises a ScheduleError if calls were found to differ."""
         if self._found is not None:
             if not self._is_raised:
                 time.sleep(_HEARD_S)
@@ -241,18 +241,18 @@ class Calls:
 
     @property
     def have_differed(self) -> bool:
-        """Whether some did."""
+        """Whether some calls differed."""
         return self._found is not None
 
     def finish(self) -> None:
-        """This rank comes to the end of its program: the last call of all."""
+        """Adds the last call: this rank comes to the end of its program."""
         for stream in list(self._streams.values()):
             stream.notes.append(Note("came to the end of its program"))
-        self._is_raised = True  # by who asks for `last`
+        self._is_raised = True  # the caller of `last` raises it
         self._wake.set()
 
     def last(self) -> str:
-        """When all ranks have come to the end: how their calls differed; empty if they did not."""
+        """Waits until all ranks have come to the end; returns how their calls differed, empty if they did not."""
         end = time.monotonic() + _END_S
         with self._waiting():
             while any(s.notes for s in self._streams.values()) and self._found is None and time.monotonic() < end:
@@ -260,13 +260,13 @@ class Calls:
         return "" if self._found is None else self._found.text
 
     def stop(self, limit_s: float) -> None:
-        """Ends the thread: one that came back from C++ to a Python that is gone would abort the process."""
+        """Ends the thread: if it returned from C++ to a Python that is gone, it would abort the process."""
         self._is_over = True
         self._wake.set()
         self._thread.join(limit_s)
 
     def _wait(self, streams: Sequence[SharedCalls], most: int) -> None:
-        """Returns when no more than so many calls of each stream are to be compared."""
+        """Returns when at most this many calls of each stream are still to be compared."""
         behind = [s for s in streams if len(s.notes) > most]
         if not behind:
             return
@@ -279,7 +279,7 @@ class Calls:
 
     @contextlib.contextmanager
     def _waiting(self):
-        """While this is entered, the thread does not rest."""
+        """Keeps the thread from resting while the context lasts."""
         with self._turned:
             self._num_waiting += 1
             self._wake.set()
@@ -308,7 +308,7 @@ class Calls:
                     self._found = self._found or stream.turn()
             except jax.errors.JaxRuntimeError:
                 pass  # the store is gone: the judge sees that
-            except Exception as e:  # a fault of this thread, for which nobody is to wait
+            except Exception as e:  # an error in this thread: nobody should wait for it
                 self._cause = e
                 why = f"could not compare its calls with those of the others: {type(e).__name__}: {e}"
                 self._found = Disagreement(self._rank, f"rank {self._rank} {why}")

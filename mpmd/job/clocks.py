@@ -11,7 +11,7 @@ _QUESTIONS = 12
 
 
 class Offset(NamedTuple):
-    """What to add to this process's clock to get that of the lowest rank, and how wrong that may be; in seconds."""
+    """The difference from this process's clock to the lowest rank's clock, and its possible error, in seconds."""
 
     seconds: float
     error: float
@@ -22,12 +22,12 @@ def offset(
 ) -> Offset:
     """Compares `time.perf_counter` of all of `ranks`, which call this together.
 
-    Processes of one kernel have one clock. Others ask the lowest rank for its time, through the job's key-value store,
-    and take the shortest of several answers; the error is half of what it took.
+    Processes of one kernel have the same clock. Others ask the lowest rank for its time several times, through the
+    job's key-value store, and take the fastest answer. The error is half of the time until the answer.
 
     Args:
       now: this process's clock.
-      boot: the same for processes of one kernel.
+      boot: a key that is equal for processes of one kernel.
     """
     kernel = processes.machine().split(":")[0] if boot is None else boot
     told = job.exchange("comparing clocks", kernel, ranks)

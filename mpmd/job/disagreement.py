@@ -1,4 +1,4 @@
-"""Says how the calls of some ranks differ: a pure function of what each rank has noted of one call."""
+"""Describes how the calls of some ranks differ: a pure function of each rank's note of one call."""
 
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,8 +21,8 @@ class Disagreement(NamedTuple):
     """How the calls of ranks differ.
 
     Attributes:
-      rank: one of the fewest that did something of their own.
-      text: what differs, first in one line.
+      rank: a rank that differs from most others.
+      text: the difference, first in one line.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class Disagreement(NamedTuple):
 
 
 def disagreement(said: Mapping[int, Sequence]) -> Disagreement | None:
-    """How the notes of one call differ; None if they do not. A value that a rank cannot tell differs from none.
+    """Returns how the notes of one call differ; None if they do not. A value that a rank cannot read equals any other.
 
     Args:
       said: per rank, the plain data of its note.
@@ -62,9 +62,9 @@ def disagreement(said: Mapping[int, Sequence]) -> Disagreement | None:
 
 
 def _other_kinds(values: Mapping[int, Mapping[str, str | None]]) -> list[tuple[int, str]]:
-    """The arguments that only some ranks gave from their host, a line each; with each, one of these ranks.
+    """Returns a line for each argument that only some ranks gave from their host, with one of these ranks.
 
-    The others gave arrays of devices, such as results of a step: nothing says that these hold the same.
+    The others gave arrays on devices, such as results of a step, and nobody knows whether these hold the same.
     """
     found, way = [], {True: "from the host", False: "as an array on devices"}
     for name in dict.fromkeys(name for given in values.values() for name in given):
@@ -76,7 +76,7 @@ def _other_kinds(values: Mapping[int, Mapping[str, str | None]]) -> list[tuple[i
 
 
 def _other_values(values: Mapping[int, Mapping[str, str | None]], did: str) -> list[tuple[int, str]]:
-    """The arguments of which some ranks gave other values, in lines; with each, one of these ranks."""
+    """Returns lines about the arguments for which some ranks gave other values, each with one of these ranks."""
     names = dict.fromkeys(name for given in values.values() for name in given)
     told = {n: {r: given[n] for r, given in values.items() if given.get(n) is not None} for n in names}
     alike: dict[tuple[tuple[int, ...], ...], list[str]] = {}
@@ -92,10 +92,10 @@ def _other_values(values: Mapping[int, Mapping[str, str | None]], did: str) -> l
 
 
 def other_ways(given: Mapping[int, Mapping[str, str]]) -> list[tuple[int, str]]:
-    """The arguments that some ranks gave in another way, a line each; with each, one of these ranks.
+    """Returns a line for each argument that some ranks gave in another way, with one of these ranks.
 
     Args:
-      given: per rank, in which way it gave what, such as `{"x": "as float32[8]"}`.
+      given: per rank, the way in which it gave each argument, such as `{"x": "as float32[8]"}`.
     """
     found = []
     for name in dict.fromkeys(name for ways in given.values() for name in ways):
@@ -110,7 +110,7 @@ def other_ways(given: Mapping[int, Mapping[str, str]]) -> list[tuple[int, str]]:
 
 
 def _from_difference(ways: Mapping[int, str]) -> Mapping[int, str]:
-    """Long texts from a little before the place where they begin to differ."""
+    """Cuts long texts: they begin a little before the place where they differ."""
     if max(map(len, ways.values())) <= _MAX_SHOWN_TEXT:
         return ways
     same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*ways.values(), strict=False))
@@ -123,7 +123,7 @@ def _from_difference(ways: Mapping[int, str]) -> Mapping[int, str]:
 
 
 def _parted(said: Mapping[int, Hashable]) -> list[list[int]]:
-    """The ranks that said the same, together; the most first."""
+    """Groups the ranks with equal values, the largest group first."""
     parts: dict[Hashable, list[int]] = {}
     for rank, what in said.items():
         parts.setdefault(what, []).append(rank)

@@ -9,13 +9,13 @@ import sysconfig
 import threading
 from collections.abc import Callable, Sequence
 
-# Of a process that SIGTERM has ended after its step: another one takes its place.
+# The exit status of a process that SIGTERM ended after its step. Another process takes its place.
 TOLD_TO_END = 128 + 15
 _OF_ORBAX = "Cannot serialize host local jax.Array"
 
 
 class _Exit(SystemExit):
-    """What `sys.exit` raises from `note_exits` on. Python itself reads `code` when nobody has caught it."""
+    """The exception of `sys.exit` after `note_exits`. Python itself reads `code` when nobody has caught it."""
 
     noted: int | None = None
 
@@ -24,7 +24,7 @@ class _Exit(SystemExit):
         code = self.args[0]
         try:
             sys._getframe(1)
-        except ValueError:  # no Python function asks: the interpreter does, and ends the process with it
+        except ValueError:  # no Python function reads it: the interpreter does, and ends the process with it
             _Exit.noted = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
         return code
 
@@ -37,12 +37,12 @@ _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
 
 
 def status_text(status: int) -> str:
-    """What a process says of its end."""
+    """Returns the text that a process publishes about its end."""
     return f"exit status {status}"
 
 
 def note_exits() -> None:
-    """Makes `sys.exit` leave its status for `exit_status`; Python tells it to nobody, not even to `atexit`."""
+    """Makes `sys.exit` leave its status for `exit_status`: Python passes the status to nobody, not even to `atexit`."""
     plain = sys.exit
 
     def exit(status: str | int | None = None, /) -> None:
@@ -55,19 +55,19 @@ def note_exits() -> None:
 
 
 def exit_status() -> int:
-    """At the end of the program: what `sys.exit` was called with; 0 also where it was not called."""
+    """Returns, at the end of the program, the status of `sys.exit`; 0 also where it was not called."""
     return _Exit.noted or 0
 
 
 def stacks() -> list[tuple[str, list[str]]]:
-    """Where each thread of Python is, with its name, the outermost call first; of `mpmd-…` threads nothing is said.
+    """Returns the name and the stack of each Python thread, the outermost call first, without the `mpmd-…` threads.
 
-    `faulthandler` looks at all threads in C, while none of them can run. A walk in Python over the frames of a thread
-    that runs can crash the process.
+    `faulthandler` reads all stacks in C, while no thread can run. A walk in Python over the frames of a running thread
+    can crash the process.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     try:
-        with open(os.memfd_create("stacks"), "w+") as file:  # no folder need be writable
+        with open(os.memfd_create("stacks"), "w+") as file:  # needs no writable folder
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             text = file.read()
@@ -76,7 +76,7 @@ def stacks() -> list[tuple[str, list[str]]]:
     found = []
     for part in text.split("\n\n"):
         head, *lines = part.strip().splitlines()
-        if "0x" not in head:  # of more than 100 threads it says nothing
+        if "0x" not in head:  # it leaves out the threads after the first 100
             continue
         name = names.get(int(head.split("0x", 1)[1].split()[0], 16), "a thread of JAX")
         if not name.startswith("mpmd-"):
@@ -85,23 +85,23 @@ def stacks() -> list[tuple[str, list[str]]]:
 
 
 def user_lines() -> list[tuple[str, str]]:
-    """Per thread that is in the user's code, its name and the innermost line there: `train.py:62 in load`."""
+    """Returns the name and the innermost user line (`train.py:62 in load`) of each thread in the user's code."""
     return [(name, line) for name, lines in stacks() if (line := _user_line(lines))]
 
 
 def main_line() -> str:
-    """The innermost line of the user's code that the main thread is in; empty if it is in none."""
+    """Returns the innermost line of the user's code that the main thread is in; empty if it is in none."""
     return dict(user_lines()).get("MainThread", "")
 
 
 def line_of(text: str) -> str:
-    """The same of another process, whose stacks `faulthandler` has written; of the thread that took the signal."""
+    """Returns the innermost user line of the thread that took the signal, from another process's stacks in text."""
     thread = next((part for part in text.split("\n\n") if part.startswith("Current thread")), "")
     return _user_line(thread.splitlines()[:0:-1])
 
 
 def _user_line(lines: Sequence[str]) -> str:
-    """The innermost line of the user's code in a stack, the outermost call first; empty if there is none."""
+    """Returns the innermost line of the user's code in a stack, the outermost call first; empty if there is none."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     ours = [os.path.join(root, package, "") for package in ("mpmd", "reshard", "scheduler")]
     others = (*ours, sysconfig.get_paths()["stdlib"], "<frozen ")
@@ -113,7 +113,7 @@ def _user_line(lines: Sequence[str]) -> str:
 
 
 def function_text(function: Callable) -> str:
-    """A function's name and where it is defined: `load (/home/me/data.py:12)`."""
+    """Returns a function's name and where it is defined: `load (/home/me/data.py:12)`."""
     function = inspect.unwrap(getattr(function, "func", function))
     code = getattr(function, "__code__", None)
     name = getattr(function, "__name__", type(function).__name__)
@@ -121,7 +121,7 @@ def function_text(function: Callable) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """The first line of an error, with its kind; in place of a page of Orbax's, what to do."""
+    """Returns the first line of an error, with its type. A long message of Orbax is replaced by advice."""
     if _OF_ORBAX in str(error):
         return (
             f"{type(error).__name__}: {_OF_ORBAX}: Orbax takes arrays of a pipeline after `import reshard.checkpoint`"

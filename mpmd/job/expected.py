@@ -15,18 +15,18 @@ _REMEMBERED = 1 << 16
 
 @dataclasses.dataclass
 class Times:
-    """On `time.monotonic`'s clock, when something last moved in this process, and since when it has waited."""
+    """The times (of `time.monotonic`) of the last movement in this process, and of the begin of its current wait."""
 
     moved: float = dataclasses.field(default_factory=time.monotonic)
     waits_since: float = dataclasses.field(default_factory=time.monotonic)
 
     def move(self) -> None:
-        """Something moves now, and what is waited for next is waited for from now on."""
+        """Notes a movement: the next wait counts from now on."""
         self.moved = self.waits_since = time.monotonic()
 
 
 class Awaited(NamedTuple):
-    """An array that comes from `ranks`, or (none) that was promised to another rank."""
+    """An array that will come from `ranks`, or (without ranks) was promised to another rank."""
 
     array: Any
     what: str
@@ -36,15 +36,15 @@ class Awaited(NamedTuple):
     @property
     def is_there(self) -> bool:
         """Whether the array is computed, or deleted."""
-        # `is_ready` of a deleted buffer crashes, and the main thread may delete it at any time: the two calls are
-        # made by C code, between which Python does not change threads.
+        # `is_ready` of a deleted buffer crashes, and the main thread may delete it at any time. So C code makes the
+        # two calls: Python does not switch threads between them.
         return any(map(operator.call, (self.array.is_deleted, self.array.is_ready)))
 
 
 class Expected:
-    """Arrays that are on their way, in the order in which they were announced. Any thread may call it.
+    """Arrays that are on their way, in the order in which they were announced. Any thread may use it.
 
-    Each is held only until it is there, which shows that things move.
+    Each array is held only until it is there. Its arrival counts as a movement.
     """
 
     def __init__(self, times: Times):
@@ -57,7 +57,7 @@ class Expected:
         return bool(self._awaited)
 
     def add(self, awaited: Awaited) -> None:
-        """One more is on its way."""
+        """Adds an array that is on its way."""
         with self._lock:
             if not self._awaited:
                 self._times.waits_since = time.monotonic()
@@ -65,30 +65,30 @@ class Expected:
             self._prune()
 
     def forget(self) -> None:
-        """Nothing is expected any more."""
+        """Drops all arrays: none is expected any more."""
         with self._lock:
             self._awaited.clear()
 
     def prune(self) -> None:
-        """Lets go of those at the front that are there."""
+        """Drops the arrays at the front that are there."""
         with self._lock:
             self._prune()
 
     def are_to_come(self) -> bool:
-        """Whether values from other ranks are still to come."""
+        """Returns whether values from other ranks are still to come."""
         with self._lock:
             self._prune()
             return any(awaited.ranks for awaited in self._awaited)
 
     def oldest(self) -> Awaited | None:
-        """The oldest that is not there yet. What was promised after it may have been sent all the same."""
+        """Returns the oldest array that is not there yet. Later promised ones may have been sent already."""
         with self._lock:
             if self._awaited and time.monotonic() - self._times.waits_since > STILL_S:
                 self._awaited = collections.deque(m for m in self._awaited if m.ranks or not self._is_done(m))
             return self._awaited[0] if self._awaited else None
 
     def sent_among(self, numbers: set[int]) -> tuple[int, ...]:
-        """Those of some numbers under which this rank has sent a value."""
+        """Returns the numbers, among some, under which this rank has sent a value."""
         with self._lock:
             return tuple(sorted(numbers.intersection(self._sent))) if numbers else ()
 
@@ -98,7 +98,7 @@ class Expected:
             self._times.move()
 
     def _is_done(self, awaited: Awaited) -> bool:
-        """Whether it is there; if it was promised to another rank, it counts as sent from now on."""
+        """Returns whether the array is there. If it was promised to another rank, it counts as sent from now on."""
         is_there = awaited.is_there
         if is_there and not awaited.ranks:
             self._sent.append(awaited.number)

@@ -1,8 +1,8 @@
 """Small values that all processes gather with `jax.experimental.multihost_utils`, through the key-value store.
 
 JAX gathers them by a collective among all devices. On CPU devices that fails where a process comes half a minute after
-the others, and it hangs once a process was replaced, for the others keep their connections to the lost one. The store
-waits as long as the watchdog lets it, and it tells who takes a lost place what all have gathered before the loop.
+the others. It also hangs once a process was replaced, because the others keep their connections to the lost one. The
+store waits as long as the watchdog allows, and keeps all results before the loop for a replacement of a lost process.
 """
 
 import base64
@@ -15,14 +15,14 @@ import numpy as np
 
 from mpmd.job.job import Job
 
-# Of all ranks together. The store takes 4 MiB in one message, and is not made for more.
+# The limit for all ranks together. The store takes 4 MiB in one message, and is not made for more.
 _MAX_NBYTES = 1 << 20
-# The store keeps so many results for those that take places. Who gathers more often before the loop cannot be replaced.
+# The store keeps this many results for replacements. After more gathers before the loop, no process can be replaced.
 _MAX_KEPT = 256
 
 
 class Gathers:
-    """The gathers of one process, in the order in which all make them.
+    """The gathers of one process. All processes make them in the same order.
 
     Args:
       job: the processes.
@@ -34,14 +34,14 @@ class Gathers:
         self._num_kept = 0
 
     def allgather(self, x: object, tiled: bool) -> np.ndarray | None:
-        """As JAX's `process_allgather` of one array; None where a collective has to do it."""
+        """Gathers one array like JAX's `process_allgather`; returns None where a collective has to do it."""
         if (said := self._said_by_all([x])) is None:
             return None
         rows = [arrays[0] for arrays in said]
         return np.concatenate(rows) if tiled and rows[0].ndim else np.stack(rows)
 
     def broadcast(self, leaves: Sequence[object], is_source: bool) -> list[np.ndarray] | None:
-        """As JAX's `broadcast_one_to_all` of some arrays; None where a collective has to do it."""
+        """Sends some arrays like JAX's `broadcast_one_to_all`; returns None where a collective has to do it."""
         said = self._said_by_all([is_source, *leaves])
         if said is None:
             return None
@@ -52,7 +52,7 @@ class Gathers:
         return sources[0]
 
     def _said_by_all(self, values: Sequence[object]) -> list[list[np.ndarray]] | None:
-        """The values of each rank; None if they are no small values of the host."""
+        """Returns the values of each rank; None if they are not small values of the host."""
         arrays = [x for x in map(_array, values) if x is not None]
         is_small = len(arrays) == len(values) and sum(x.nbytes for x in arrays) * self._job.num_ranks <= _MAX_NBYTES
         is_in_order = threading.current_thread() is threading.main_thread()
@@ -75,7 +75,7 @@ class Gathers:
         return [*map(_arrays, said)]
 
     def _kept(self, key: str) -> list[list[np.ndarray]] | None:
-        """What all have gathered before this process took its place."""
+        """Returns the values that all gathered under a key before this process took its place."""
         try:
             return [*map(_arrays, json.loads(self._job.store.key_value_try_get(key)))]
         except jax.errors.JaxRuntimeError:
@@ -83,7 +83,7 @@ class Gathers:
 
 
 def _array(value: object) -> np.ndarray | None:
-    """A value with the type that a device gives it; None if it lies in several processes, or is no number."""
+    """Returns a value with the dtype of a device; None if it lies in several processes, or is not numeric."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return None
     if jax.dtypes.issubdtype(getattr(value, "dtype", bool), jax.dtypes.extended):  # keys
@@ -94,7 +94,7 @@ def _array(value: object) -> np.ndarray | None:
 
 
 def _arrays(text: str) -> list[np.ndarray]:
-    """Those that a rank has said."""
+    """Returns the arrays in a rank's message."""
     return [
         np.frombuffer(base64.b64decode(data), jax.numpy.dtype(dtype)).reshape(shape).copy()
         for dtype, shape, data in json.loads(text)

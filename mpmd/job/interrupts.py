@@ -1,4 +1,4 @@
-"""Tells of Ctrl-C and SIGTERM at once, also while the main thread is in C++ and runs no handler of Python."""
+"""Reports Ctrl-C and SIGTERM at once, also while the main thread is in C++ and runs no handler of Python."""
 
 import atexit
 import contextlib
@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
-# Who is told. There is one wakeup descriptor per process, and one thread that reads it.
+# The listeners. There is one wakeup descriptor per process, and one thread that reads it.
 _notes: list[Callable[[str], object]] = []
 
 
 def listen(note: Callable[[str], object]) -> None:
-    """Calls `note` with the name of each such signal, in a thread of its own.
+    """Calls `note` with the name of each such signal, in a separate thread.
 
-    The signals do what they did before: where nobody handles SIGTERM, it ends the process as soon as all who listen
-    have returned. If one of them returns True, the process goes on, for that one will end it.
-    Nothing happens outside of the main thread, or where an event loop is told of signals in the same way.
+    The signals keep their effect: where nobody handles SIGTERM, it ends the process as soon as all listeners have
+    returned. If a listener returns True, the process continues, and that listener will end it.
+    The call has no effect outside of the main thread, or where an event loop already has the wakeup descriptor.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -34,7 +34,7 @@ def listen(note: Callable[[str], object]) -> None:
 
 @contextlib.contextmanager
 def listening(note: Callable[[str], object]) -> Iterator[None]:
-    """As `listen`, while it lasts."""
+    """Listens while the context lasts. Otherwise like `listen`."""
     listen(note)
     try:
         yield
@@ -45,7 +45,7 @@ def listening(note: Callable[[str], object]) -> Iterator[None]:
 
 @functools.cache
 def _is_installed() -> bool:
-    """Starts the thread; False where signals are somebody else's."""
+    """Starts the thread; returns False where other code has the wakeup descriptor."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -54,8 +54,8 @@ def _is_installed() -> bool:
         return False
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _leave_it_to_the_thread)
-    os.register_at_fork(after_in_child=_forget)  # a child would tell its parent's thread of its own signals
-    atexit.register(_forget)  # Python at its end runs no thread any more
+    os.register_at_fork(after_in_child=_forget)  # a child would report its own signals to its parent's thread
+    atexit.register(_forget)  # at its end, Python runs no thread any more
     threading.Thread(target=_read, args=(reader, writer), name="mpmd-signals", daemon=True).start()
     return True
 
@@ -79,10 +79,10 @@ def _read(reader: socket.socket, writer: socket.socket) -> None:
                 continue
             is_held = False
             for note in list(_notes):
-                with contextlib.suppress(Exception):  # a signal ends the process, whatever becomes of the note
+                with contextlib.suppress(Exception):  # a signal ends the process, also when a listener fails
                     is_held |= note(signal.Signals(number).name) is True
             if number == signal.SIGTERM and not is_held and signal.getsignal(signal.SIGTERM) is _leave_it_to_the_thread:
-                set_handler = ctypes.CDLL(None).signal  # Python's own lets the main thread do so alone
+                set_handler = ctypes.CDLL(None).signal  # Python's own may be called in the main thread only
                 set_handler.argtypes = (ctypes.c_int, ctypes.c_void_p)
                 set_handler(number, None)
                 os.kill(os.getpid(), number)

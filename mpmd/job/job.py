@@ -25,11 +25,11 @@ from mpmd.job.spares import SPARE, UNFIT, Register, Taken
 from mpmd.job.verdict import Board
 from mpmd.job.watchdog import Watchdog
 
-# An agreement is asked for in slices of this length, so that the main thread stays interruptible.
+# The main thread waits for an agreement in slices of this length, so that it stays interruptible.
 _SLICE_MS = 1000
-# Where others take the places of lost ranks: so that the loss of a process is heard of soon.
+# The length where others take the places of lost ranks, so that this process notices a loss soon.
 _SHORT_SLICE_MS = 100
-# So long after an error that may come of a loss, the launcher has said that a process was lost.
+# Within this time after an error that a loss may have caused, the launcher announces the loss.
 _HEARD_S = 5.0
 
 
@@ -37,18 +37,18 @@ class Job:
     """The processes that run together, as this one sees them.
 
     Attributes:
-      rank, num_ranks: this process, and how many there are.
+      rank, num_ranks: the number of this process, and how many there are.
       store: the key-value store that they share.
-      hang_timeout_s: as of `initialize`.
-      activity: what this process is at, for the watchdog.
+      hang_timeout_s: the argument of `initialize`.
+      activity: the activity of this process, for the watchdog.
       watchdog: ends the process when the job cannot go on.
-      calls: what this process calls, compared with what the others call.
-      address: the interface that other processes reach this one by.
-      end_process: in `mpmd.resilient`, ends the process of a rank on whatever host.
+      calls: compares the calls of this process with the calls of the others.
+      address: the address at which other processes reach this one.
+      end_process: in `mpmd.resilient`, ends the process of a rank on any host.
       wait_until_kept: in `mpmd.resilient`, waits until one more state is whole in memory; False if none will be.
       replaces: whether others take the places of lost ranks.
-      epoch: how many ranks have been lost and replaced, as far as this process goes on from there; -1 in the place of
-        a lost rank, until it meets the others in `mpmd.resilient`.
+      epoch: how many losses of ranks this process has continued after; -1 in a spare that replaces a lost rank, until
+        it meets the others in `mpmd.resilient`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Job:
         if self.is_apart:
             compat.forget_collectives()
         self.calls.is_apart = self.is_apart
-        self._exchanges: dict[tuple[int, ...], tuple[int, str]] = {}  # how many there were, where the last one lies
+        self._exchanges: dict[tuple[int, ...], tuple[int, str]] = {}  # their number, and the folder of the last one
         self._wire: wires.Wire | None = None
         self.watchdog.start()
         hardware = wires.hardware() if compat.has_cross_host_put() else ""
@@ -97,14 +97,14 @@ class Job:
     def exchange(
         self, what: str, text: str, ranks: Sequence[int], about: str = "", call: Note | None = None
     ) -> dict[int, str]:
-        """What each of `ranks` says here; returns when all have said it. Calls come in the same order in all of them.
+        """Exchanges texts among `ranks`; returns the text of each. All of them make these calls in the same order.
 
         Args:
-          what: what it is for, the same in all ranks.
-          about: more of that, for the report when a rank does not come.
-          call: the user's call that it is done for, where that says more to who came to something else.
-          text: what this rank says.
-          ranks: those that take part, this one among them.
+          what: the purpose, the same in all ranks.
+          about: more about the purpose, for the report when a rank does not come.
+          call: the user's call behind it, where that explains more in the report of a disagreement.
+          text: the text of this rank.
+          ranks: the ranks that take part, including this one.
         """
         ranks = tuple(sorted(ranks))
         if self.is_apart:
@@ -115,7 +115,7 @@ class Job:
         folder = f"mpmd/exchange/{zlib.crc32(repr(ranks).encode()):08x}/"
         if self.epoch:
             folder += f"after {self.epoch}/"
-        folder += f"{count}/{zlib.crc32(what.encode()):08x}"  # who comes to something else is not understood
+        folder += f"{count}/{zlib.crc32(what.encode()):08x}"  # a rank with another purpose writes elsewhere
         self._exchanges[ranks] = count + 1, folder
         self.store.key_value_set(f"{folder}/{self.rank}", text, allow_overwrite=True)
         said = {self.rank: text}
@@ -127,15 +127,15 @@ class Job:
                 self.calls.check()
                 self.check()
                 self.activity.waits_for(missing)
-        if before:  # all have come this far, so nobody reads the one before any more
+        if before:  # all have come this far, so nobody reads the exchange before any more
             self.store.key_value_delete(f"{before}/{self.rank}")
         return dict(sorted(said.items()))
 
     def find(self, key: str, what: str, rank: int) -> str:
-        """What a rank publishes once under a key of the store; waits for it.
+        """Waits for a text that a rank publishes once under a key of the store, and returns it.
 
         Args:
-          what: what is done meanwhile, for the report when it does not come.
+          what: the purpose, for the report when the text does not come.
         """
         with self.activity.during("agreeing", f"{what} of rank {rank}", [rank]):
             while (answer := self._answer(key, what)) is None:
@@ -143,7 +143,7 @@ class Job:
             return answer
 
     def _answer(self, key: str, what: str) -> str | None:
-        """What stands under a key of the store; None if it does not come soon. Any other error is the end."""
+        """Returns the text under a key of the store; None if it does not come soon. Any other error raises."""
         slice_ms = _SHORT_SLICE_MS if self.replaces else _SLICE_MS
         try:
             return self.store.blocking_key_value_get(key, slice_ms)
@@ -155,11 +155,11 @@ class Job:
     def new_number(
         self, ranks: Sequence[int], what: str, about: str = "", call: Note | None = None, *, is_brief: bool = False
     ) -> int:
-        """A number that all of `ranks` get alike and that no other call gets.
+        """Returns a number that is the same in all of `ranks`, and that no other call returns.
 
         Args:
-          what, about, call: as of `exchange`.
-          is_brief: it is done with when the call returns. After half a million such calls it comes again.
+          what, about, call: the arguments of `exchange`.
+          is_brief: nobody uses the number after the user's call returns. Such numbers repeat after half a million.
         """
         if self.is_apart:
             return 0
@@ -180,34 +180,34 @@ class Job:
 
     @property
     def is_apart(self) -> bool:
-        """Whether this process is a spare that has taken a place and has not met the others yet.
+        """Whether this process is a spare that replaces a lost rank and has not met the others yet.
 
-        It then does alone what all have done together before `mpmd.resilient`. What it would say it takes for what
-        all have said, and what others would send it gets as arrays that cannot be read: the state that the others
-        have kept replaces them, and whatever else depends on them raises.
+        It then repeats alone the common work of all before `mpmd.resilient`. In an exchange it takes its own text for
+        the text of every rank. It receives arrays that cannot be read: the state that the others have kept replaces
+        them, and other uses of them raise.
         """
         return self.epoch < 0
 
     @property
     def lost(self) -> list[Taken]:
-        """The ranks that were lost since this process has gone on the last time, and who takes their places."""
+        """The ranks that were lost since this process last continued after a loss, and the spares in their places."""
         return self._taken[max(0, self.epoch) :]
 
     def check(self) -> None:
-        """Raises where a rank was lost.
+        """Checks for losses.
 
         Raises:
-          RankLostError: one was.
+          RankLostError: a rank was lost.
         """
         if self.epoch >= 0 and len(self._taken) > self.epoch:
             raise RankLostError(f"mpmd: rank {self._taken[-1].rank} was lost, and a spare takes its place")
 
     def has_lost(self, error: BaseException) -> bool:
-        """Whether an error came of the loss of a rank whose place is taken; waits until that may be known."""
+        """Returns whether the loss of a rank that is replaced may have caused an error. Waits until that is known."""
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
             causes.append(cause)
-        # An OSError is what a save makes of a loss, and what it tells the other processes of it.
+        # A save turns a loss into an OSError, here and in the other processes.
         may_be = any(isinstance(e, (jax.errors.JaxRuntimeError, HangError, OSError)) for e in causes)
         end = time.monotonic() + (_HEARD_S if may_be and self.activity.goes_on else 0.0)
         while not self.lost and time.monotonic() < end:
@@ -215,7 +215,7 @@ class Job:
         return bool(self.lost)
 
     def go_on(self) -> None:
-        """Begins again with those that have taken places: agreements and connections are made anew."""
+        """Begins again with the processes that replace lost ones: makes new agreements and connections."""
         if not self.replaces:
             return
         self.epoch = len(self._taken)
@@ -226,7 +226,7 @@ class Job:
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
-        """Around what can go on after a loss."""
+        """Surrounds work that can continue after a loss."""
         if self.is_apart:
             self.go_on()
         self.activity.goes_on = self.replaces and not (self._is_bound or compat.has_cross_host_put())
@@ -238,21 +238,22 @@ class Job:
             self.activity.pace = None
 
     def bind(self) -> None:
-        """From now on nobody can take the place of a lost process: all do together what it could not do alone."""
+        """Rules out replacements from now on: all work together in ways that a replacement could not repeat alone."""
         self._is_bound, self.activity.goes_on = True, False
 
     @property
     def may_be_replaced(self) -> bool:
-        """Whether a spare with other devices can take the place of this process, and the others go on."""
+        """Whether a spare with other devices can replace this process while the others continue."""
         return self.activity.goes_on and self._register.num_left > 0
 
     def _make_way(self, board: Board, what: str, is_slow: bool) -> bool:
-        """Ends the process of a rank that holds up the others, for a spare to take its place; if there is one.
+        """Ends the process of a rank that holds up the others, so that another process takes its place.
 
-        A slow one does so when one more state is whole in memory: only the step that has begun then comes again.
+        A slow process ends only if a spare waits, and when one more state is whole in memory, so that only the current
+        step is repeated.
 
         Returns:
-          False if it is to be tried again.
+          False if the caller should try again.
         """
         text, end, wait = f"jax-mpmd: rank {board.rank}: {what}", self.end_process, self.wait_until_kept
         if end is None or wait is None or not self.activity.goes_on:
@@ -270,7 +271,7 @@ class Job:
         return True
 
     def _hear_of_losses(self) -> tuple[int, str] | None:
-        """Takes note of new losses, in the watchdog's thread; a verdict if this process cannot go on."""
+        """Notes new losses, in the watchdog's thread; returns a verdict if this process cannot go on."""
         taken = self._register.read()
         new = taken[len(self._taken) :]
         if new and not (self.activity.goes_on or self.is_apart):
@@ -278,13 +279,13 @@ class Job:
         for rank, number in new:
             self.watchdog.boards.forget(rank, number)
         self._taken = taken
-        if self.lost and (wire := self._wire) is not None:  # each time: a connection may just have been made
+        if self.lost and (wire := self._wire) is not None:  # each time: there may be a new connection
             wire.sever()
         return None
 
     @contextlib.contextmanager
     def as_a_whole(self) -> Iterator[None]:
-        """Around transfers that other processes make too: if this one leaves on the way, the next may meet the rest."""
+        """Surrounds transfers that other processes make too. An error on the way interrupts the wire for later ones."""
         try:
             yield
         except BaseException:
@@ -294,7 +295,7 @@ class Job:
 
 
 def _address_towards(coordinator: str) -> str:
-    """This machine's address as the coordinator's network sees it; loopback if that is where the coordinator is."""
+    """Returns this machine's address in the coordinator's network; the loopback address if the coordinator is there."""
     host, _, port = coordinator.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
         try:

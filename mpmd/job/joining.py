@@ -1,7 +1,7 @@
 """How a process joins a job of several: from the launcher's variables, a cluster, or arguments.
 
-JAX's distributed runtime does the work; this adds what it lacks: the variables of our launcher, agreement on
-plans before they run, and the watchdog. A process belongs to one job, as in JAX, so the job is one per process.
+JAX's distributed runtime does the work. This module adds the variables of our launcher, agreement on plans before they
+run, and the watchdog. A process belongs to one job, as in JAX.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from mpmd.observe import ledger, pace
 
 _DEFAULT_HANG_TIMEOUT_S = 300.0
 _PLACE = "MPMD_COORDINATOR", "MPMD_NUM_PROCESSES", "MPMD_PROCESS_ID"
-_JOINED = "MPMD_JOINED"  # in the environment of what a rank starts: where, as which rank and which process it joined
+_JOINED = "MPMD_JOINED"  # for the children of a rank: where, as which rank and as which process their parent joined
 # JAX's own heartbeat kills without a word, so it comes last.
 _HEARTBEAT_MARGIN_S = 120
 
 _job: Job | None = None
-# What other packages do when a rank was lost, before all meet again, and after that, in its successor too.
+# Callbacks of other packages: after the loss of a rank, and once all have met again (the second in its successor too).
 _when_lost: list[tuple[Callable[[], bool], Callable[[], None]]] = []
 
 
@@ -38,26 +38,26 @@ def initialize(
     *,
     hang_timeout_s: float | None = _DEFAULT_HANG_TIMEOUT_S,
 ) -> None:
-    """Makes this process one of a job: `jax.distributed.initialize`, and the watchdog.
+    """Joins this process to a job: calls `jax.distributed.initialize` and starts the watchdog.
 
     Call it before anything else of JAX. Under `scripts/launch_multihost.sh`, Slurm (`srun`), Open MPI or in a
-    Kubernetes indexed job it needs no arguments; outside any of them it does nothing and the process is alone.
-    A second call does nothing.
+    Kubernetes indexed job it needs no arguments. Elsewhere a call without arguments does nothing, and the process is
+    alone. A second call does nothing.
 
-    While the job runs, every process publishes what it is at. When one dies, raises, leaves or stops, all others
-    end with status 75 and a table whose first line names the guilty rank (unless another one takes its place, as in
-    `resilient`).
+    While the job runs, every process publishes its activity. When one dies, raises, leaves or stops, all others end
+    with status 75 and a table. The first line of the table names the guilty rank. (In `resilient`, another process may
+    take its place instead.)
 
     Args:
       coordinator_address: `host:port` of process 0.
       num_processes: how many processes the job has.
-      process_id: which one this is, from 0.
+      process_id: the number of this process, from 0.
       hang_timeout_s: seconds that a process may wait for one that does not move; None or 0 for no limit (deaths
-        are found all the same). `--hang-timeout` of the launcher goes before it.
+        are found anyway). `--hang-timeout` of the launcher takes precedence.
 
     Raises:
-      ValueError: some of the three are given and others are not to be found.
-      RuntimeError: JAX has been used already, so that it is too late.
+      ValueError: some of the three are given, and the others are missing.
+      RuntimeError: JAX has been used already.
     """
     global _job
     if _job is not None:
@@ -78,7 +78,7 @@ def initialize(
             return
         try:
             num_processes = jax.process_count()  # makes the devices
-        except Exception:  # nobody watches yet, and at JAX's last barrier the others would not come
+        except Exception:  # there is no watchdog yet, and the others would not come to JAX's last barrier
             compat.abandon_distributed()
             raise
     if num_processes > 1:
@@ -92,11 +92,12 @@ def initialize(
 
 @contextlib.contextmanager
 def _threads_beside_collectives() -> Iterator[None]:
-    """Lets JAX start CPU devices with two threads for each of them.
+    """Makes JAX start two threads for each CPU device.
 
-    A collective of several processes keeps a thread while it waits for the others. By default there is one for each
-    device or each core, whichever is more; if collectives have all of them, a value that another process pulls is not
-    sent, and that may be what it waits for. (JAX sizes its pool for the insides of large operations alike.)
+    A collective of several processes occupies a thread while it waits for the others. By default there is one thread
+    for each device or each core, whichever is more. If collectives occupy all threads, no thread sends a value that
+    another process pulls, and the collectives may wait for that process. (JAX's pool for the insides of large
+    operations gets the same size.)
     """
     name = "PJRT_NPROC"
     threads = 2 * compat.num_cpu_devices()
@@ -111,18 +112,18 @@ def _threads_beside_collectives() -> Iterator[None]:
 
 
 def current() -> Job | None:
-    """The job of this process; None if it is alone. Started here where the user called `jax.distributed.initialize`."""
+    """Returns the job of this process; None if it is alone. Starts it where the user joined by `jax.distributed`."""
     if _job is None and compat.distributed_client() is not None and jax.process_count() > 1:
         initialize()
     return _job
 
 
 def settle() -> None:
-    """Returns when all that the processes have called has been compared, and all that was audited.
+    """Returns when all calls of the processes have been compared, and all audits are done.
 
     Raises:
       CorruptionError: a device of this process computes other bits than others do.
-      ScheduleError: some called something else, or with other values, so that what they hold is not to be trusted.
+      ScheduleError: some called something else, or with other values, so their values are not to be trusted.
     """
     if (job := current()) is not None:
         job.calls.settle()
@@ -130,41 +131,42 @@ def settle() -> None:
 
 
 def check() -> None:
-    """Raises the ScheduleError of calls that were found to differ, or that a rank was lost; waits for nothing."""
+    """Raises a ScheduleError if calls were found to differ, or a RankLostError if a rank was lost. Does not wait."""
     if _job is not None:
         _job.calls.check()
         _job.check()
 
 
 def epoch() -> int:
-    """As of the job: how many ranks have been lost and replaced."""
+    """Returns the epoch of the job: how many ranks have been lost and replaced."""
     return 0 if _job is None else _job.epoch
 
 
 def is_apart() -> bool:
-    """Whether this process takes the place of a lost one, and has not met the others yet."""
+    """Returns whether this process takes the place of a lost one, and has not met the others yet."""
     return _job is not None and _job.is_apart
 
 
 def when_lost(give_up: Callable[[], bool], begin_again: Callable[[], None]) -> None:
-    """Has these called in `mpmd.resilient`: when a rank was lost, and when all have met again, its successor too."""
+    """Registers callbacks of `mpmd.resilient`: after the loss of a rank, and once all, its successor too, have met."""
     _when_lost.append((give_up, begin_again))
 
 
 def give_up() -> bool:
-    """Ends what the processes were doing together behind the loop; whether there was something."""
+    """Ends the common background work of the processes, such as a save; returns whether there was any."""
     given_up = [ends() for ends, _ in _when_lost]
     return any(given_up)
 
 
 def begin_again() -> None:
-    """After all have met again."""
+    """Calls the callbacks for the time after all have met again."""
     for _, begins in _when_lost:
         begins()
 
 
 def needs_all() -> None:
-    """All processes do what follows together: outside of `mpmd.resilient`, nobody can take a place from then on.
+    """Notes that all processes do the next work together. Outside of `mpmd.resilient`, no lost process can be replaced
+    from then on.
 
     Raises:
       HangError: this process takes the place of a lost one, and has not met the others yet.
@@ -187,7 +189,7 @@ def compare(
     identity: int | None = None,
     ranks: Iterable[int] | None = None,
 ) -> None:
-    """Has a call compared with those of `ranks` (None: all), which make it too. `settle` waits for the answer.
+    """Compares a call with the same call of `ranks` (None: all). `settle` waits for the result.
 
     Args:
       did, types, fixed, identity: as `note_of_tree` takes them.
@@ -203,7 +205,7 @@ def compare(
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """While a step is traced and compiled: the others may wait longer for this process than otherwise."""
+    """Marks the tracing and compilation of a step. Meanwhile, others may wait longer for this process."""
     job = current()
     told = contextlib.nullcontext() if job is None else job.activity.during("compiling", "compiling a step")
     with ledger.during(ledger.COMPILING), told:
@@ -213,7 +215,7 @@ def compiling() -> Iterator[None]:
 def _join(
     given: tuple[str | None, int | None, int | None], hang_timeout_s: float | None, environment: dict[str, str]
 ) -> bool:
-    """Joins the job that was named or found; False if there is none."""
+    """Joins the job that was named or found; returns False if there is none."""
     address, count, rank = given
     if all(x is None for x in given):
         if not _in_cluster(environment):
@@ -231,7 +233,7 @@ def _join(
         compat.bind_cpu_collectives("127.0.0.1")
     bind = None
     if environment.get("MPMD_SERVICE") == "external":
-        bind = "127.0.0.1:0"  # the launcher serves; rank 0's own service is for nobody
+        bind = "127.0.0.1:0"  # the launcher serves; nobody uses rank 0's own service
     elif address is not None and environment.get("MPMD_LOCAL_ONLY") == "1":
         bind = address
     if address is not None:
@@ -255,14 +257,14 @@ def _join(
 
 
 def _keep_programs(environment: Mapping[str, str]) -> None:
-    """Has JAX keep compiled programs in the folder of this host's keeper, unless the user has named another one."""
+    """Makes JAX keep compiled programs in the folder of this host's keeper, unless the user has named another one."""
     folder = environment.get("MPMD_KEEPER", "").split(":", 2)[2:]
     if folder and os.path.isdir(folder[0]) and compat.setting("jax_compilation_cache_dir") is None:
         jax.config.update("jax_compilation_cache_dir", folder[0])
 
 
 def _check_is_no_child(given: tuple[str, int, int], environment: Mapping[str, str]) -> None:
-    """Refuses a process that the process of a rank has started, with its environment: it would join in its place."""
+    """Refuses a child process of a rank that has the rank's environment: it would join as this rank."""
     place = f"{given[0]} {given[2]} "
     joined = environment.get(_JOINED, "")
     if joined.startswith(place) and joined != f"{place}{os.getpid()}":
@@ -288,7 +290,7 @@ def _from_launcher(environment: Mapping[str, str]) -> tuple[str, int, int]:
 
 
 def _in_cluster(environment: Mapping[str, str]) -> bool:
-    """Whether JAX can find out by itself which process this is."""
+    """Returns whether JAX can find out the number of this process on its own."""
     slurm = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"} <= set(environment)
     open_mpi = {"OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"} <= set(environment)
     kubernetes = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= set(environment)
@@ -303,7 +305,7 @@ def _seconds(text: str) -> float:
 
 
 def _slow_factor(environment: Mapping[str, str]) -> float | None:
-    """What `--replace-slow` of the launcher says."""
+    """Returns the factor of the launcher's `--replace-slow`."""
     if (text := environment.get(pace.VARIABLE)) is None:
         return None
     with contextlib.suppress(ValueError):

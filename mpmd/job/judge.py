@@ -1,4 +1,4 @@
-"""Asks `verdict.py` again until a suspicion is confirmed. Notices also that the key-value store is gone."""
+"""Asks `verdict.py` again until a suspicion is confirmed. Also notices when the key-value store is gone."""
 
 import dataclasses
 import time
@@ -14,26 +14,26 @@ class Judge:
     """Finds the rank that ends the job.
 
     Args:
-      boards: what all ranks say.
+      boards: the boards of all ranks.
       hang_timeout_s: how long a rank may wait for one that does not move; None for no limit.
-      serves: this process serves the key-value store.
-      slow_factor: a process is slow that takes so many times its usual time; None if it may.
+      serves: whether this process serves the key-value store.
+      slow_factor: a process is slow if it takes this many times its usual time; None if slow processes may stay.
     """
 
     def __init__(self, boards: Boards, hang_timeout_s: float | None, serves: bool, slow_factor: float | None = None):
         self._boards = boards
         self._hang_timeout_s = hang_timeout_s
         self._serves = serves
-        self._suspected: tuple[int | None, float] = None, 0.0  # since when
+        self._suspected: tuple[int | None, float] = None, 0.0  # the rank, and since when
         self._slow_factor = slow_factor
-        self._slow: tuple[int | None, float] = None, 0.0  # as for the suspected one
+        self._slow: tuple[int | None, float] = None, 0.0  # the same for a slow rank
 
     def find(self, views: Mapping[int, View]) -> tuple[int, str] | None:
-        """The guilty rank, and what it did; None while all moves."""
+        """Returns the guilty rank and what it did; None while everything moves."""
         return verdict.diagnose(views, self._boards.rank) or self._stall(views) or self._store_is_gone(views)
 
     def _stall(self, views: Mapping[int, View]) -> tuple[int, str] | None:
-        """A rank that holds up others, if it still does when all who can have spoken again since it was suspected."""
+        """Returns a rank that holds up others, if it still does after all ranks that can have published again."""
         found = verdict.suspect(views, self._hang_timeout_s)
         now = time.monotonic()
         if found is None or found[0] != self._suspected[0]:
@@ -47,7 +47,7 @@ class Judge:
         return verdict.suspect({**views, found[0]: _with_line(views[found[0]])}, self._hang_timeout_s)
 
     def straggler(self, views: Mapping[int, View]) -> tuple[int, str] | None:
-        """A rank that is slow while the others are not, if it still is when all who can have spoken again."""
+        """Returns a rank that is slow while the others are not, if it still is after all have published again."""
         if self._slow_factor is None:
             return None
         running = {r: v.board for r, v in views.items() if v.process != "gone" and v.board.phase not in verdict.OVER}
@@ -58,7 +58,7 @@ class Judge:
         return found if now - self._slow[1] > 4 * self._boards.period_s else None
 
     def _store_is_gone(self, views: Mapping[int, View]) -> tuple[int, str] | None:
-        """A verdict for when the process that serves the key-value store does not answer (it is rank 0, if any)."""
+        """Returns a verdict if the process that serves the key-value store (rank 0, if a rank does) does not answer."""
         age, me = self._boards.unread_s, views[self._boards.rank].board
         if age < SILENT_S or self._serves or me.phase == "finished":
             return None
@@ -77,7 +77,7 @@ class Judge:
 
 
 def _with_line(view: View) -> View:
-    """With the line that holds Python's lock; the process cannot say it. (The signal interrupts its system calls.)"""
+    """Returns the view with the line that holds Python's lock. (The signal for it interrupts system calls there.)"""
     board = view.board
     if view.process != "held":
         return view

@@ -1,4 +1,4 @@
-"""One call that a rank makes together with others, as it is noted for the comparison."""
+"""The note of one call that a rank makes together with others, for the comparison."""
 
 import dataclasses
 import zlib
@@ -15,26 +15,26 @@ from scheduler.base.texts import type_text
 
 Values = Sequence[tuple[int, jax.Array | np.ndarray | None]]  # by position in the call
 
-_UNCOMPARED, _UNREAD = -1, -2  # the numbers of a value that is not compared, and of one that could not be read
-# Not every version of numpy tells type checkers that its arrays are buffers.
+_UNCOMPARED, _UNREAD = -1, -2  # stand for a value that is not compared, and for a value that could not be read
+# Not every version of numpy declares its arrays as buffers for type checkers.
 _crc32: Callable[[Any, int], int] = zlib.crc32
 
 
 @dataclasses.dataclass(slots=True)
 class Note:
-    """One call, as a rank notes it that makes it. The main thread makes it; another reads the values.
+    """A rank's note of one call. The main thread makes the note; another thread reads the values.
 
     Attributes:
-      did: what the rank did, in words: `called train`.
-      program: a number of what was called, the same in all ranks.
+      did: the action of the rank in words: `called train`.
+      program: a number of the called program, the same in all ranks.
       step: the number of the step on this rank, as the watchdog counts.
-      names, types: of all arguments; a type is that of an array, or a text.
-      fixed: what else makes the call, in words by name: of static arguments, `{"mode": "as 'train'"}`.
-      structure: of all arguments, in words by name; it is told where nothing else differs.
-      values: by position, what the rank gave from its host; several pieces of one argument in order. Nobody changes
-        them any more. None stands for a value that is not compared. They are let go of when they are read.
-      makers: of each argument, a number of the call's result that it is, 0 for what no call returned.
-      numbers: of the values that have been read, a position and a number each.
+      names, types: the names and types of all arguments; a type is an array type or a text.
+      fixed: everything else that defines the call, in words by name, such as static arguments `{"mode": "as 'train'"}`.
+      structure: the structure of all arguments, in words by name; reported where nothing else differs.
+      values: by position, the rank's values from its host; several pieces of one argument in order. Nobody changes
+        them any more. None stands for a value that is not compared. `read` releases them.
+      makers: for each argument, the number of the call result that it is; 0 if no call returned it.
+      numbers: for each value that was read, its position and its number.
     """
 
     did: str
@@ -49,7 +49,7 @@ class Note:
     numbers: Sequence[int] = ()
 
     def nbytes(self) -> int:
-        """Of all values."""
+        """Returns the bytes of all values."""
         nbytes = 0
         for _, x in self.values:
             if x is not None:
@@ -58,9 +58,9 @@ class Note:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the values can be read at once: a key may be computed after steps that wait for other ranks."""
+        """Whether the values can be read without a wait. A key may depend on steps that wait for other ranks."""
         for _, x in self.values:
-            if type(x) is not np.ndarray:  # `isinstance` of a `jax.Array` takes ten times as long
+            if type(x) is not np.ndarray:  # `isinstance` with `jax.Array` takes ten times as long
                 break
         else:
             return True
@@ -71,12 +71,12 @@ class Note:
         return all(x.is_deleted() or x.is_ready() for x in arrays)
 
     def read(self) -> None:
-        """Reads the values and lets go of them. Two threads may do so at once: they find the same."""
+        """Reads the values and releases them. Two threads may do so at once: their results are equal."""
         numbers: list[int] = []
         for i, x in () if self.numbers else self.values:
             try:
                 number = _crc32(x, 0) if type(x) is np.ndarray else _number(x)
-            except ValueError:  # it is not in one piece, or of a dtype that numpy gives no buffer of
+            except ValueError:  # it is not contiguous, or numpy has no buffer for its dtype
                 number = _number(x)
             numbers += i, number
         self.numbers = self.numbers or numbers
@@ -84,13 +84,13 @@ class Note:
 
     @property
     def digest(self) -> int:
-        """Of all that the ranks must have alike."""
+        """A hash of everything that must be equal in all ranks."""
         self.read()
-        # Python hashes numbers, and tuples of these, alike in every process.
+        # Python's hash of a number, or of a tuple of numbers, is the same in every process.
         return hash((zlib.crc32(self.did.encode()), self.program, *self.makers, *self.numbers))
 
     def to_json(self) -> list[object]:
-        """Plain data, for the key-value store: what `disagreement` takes."""
+        """Returns plain data for the key-value store and `disagreement`."""
         types = dict(zip(self.names, map(_type_text, self.types), strict=False))
         self.read()
         pieces: dict[str, list[int]] = {}
@@ -105,19 +105,19 @@ class Note:
 def note_of_tree(
     did: str, step: int, types: Mapping[str, str], fixed: Mapping[str, str], identity: int | None = None
 ) -> Note:
-    """A call that every rank makes with arrays of the same names, types and groups.
+    """Returns the note of a call that every rank makes with arrays of the same names, types and groups.
 
     Args:
-      types: by the name that messages give an array, its type in words, as `placed_text` gives it.
-      fixed: what else makes the call, in words by name.
-      identity: what is compared in the place of `fixed`.
+      types: the type of each array in words (from `placed_text`), by its name in messages.
+      fixed: everything else that defines the call, in words by name.
+      identity: a number that is compared instead of `fixed`.
     """
     made = [sorted(types.items()), sorted(fixed.items()) if identity is None else identity]
     return Note(did, zlib.crc32(repr(made).encode()), step, [*types], [*types.values()], fixed=fixed)
 
 
 def placed_text(x: Any) -> str:
-    """The type of a leaf; of an array in groups, also where it lies."""
+    """Returns the type of a leaf; for an array in groups, also its sharding."""
     if not hasattr(x, "dtype"):
         return type(x).__name__
     where = f" in {x.mpmd_sharding}" if isinstance(x, MpmdArray) else ""
@@ -131,7 +131,7 @@ def _type_text(aval: ShapedArray | str) -> str:
 
 
 def _number(x: jax.Array | np.ndarray | None) -> int:
-    """Of an array of this process."""
+    """Returns the checksum of an array of this process."""
     if x is None:
         return _UNCOMPARED
     try:

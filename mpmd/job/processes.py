@@ -6,7 +6,7 @@ import pathlib
 
 
 def machine() -> str:
-    """The same for processes that see each other's pids; empty if it cannot be known."""
+    """Returns a key that is equal for processes that see each other's pids; empty if it cannot be known."""
     with contextlib.suppress(OSError):
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
@@ -14,13 +14,13 @@ def machine() -> str:
 
 
 def started(pid: int) -> int:
-    """When a process started, in the kernel's ticks; 0 if it cannot be known."""
+    """Returns when a process started, in the kernel's ticks; 0 if it cannot be known."""
     stat = _stat(pid)
     return int(stat[19]) if stat else 0
 
 
 def state(pid: int, started: int) -> str:
-    """What the process that had this pid and start is: running, stopped or gone."""
+    """Returns the state of the process with this pid and start: running, stopped or gone."""
     stat = _stat(pid)
     if stat is None or int(stat[19]) != started or stat[0] in "ZX":
         return "gone"
@@ -28,7 +28,7 @@ def state(pid: int, started: int) -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of `/proc/pid/stat` from the state on; None if there is no such process."""
+    """Returns the fields of `/proc/pid/stat` from the state on; None if there is no such process."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:

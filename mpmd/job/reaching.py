@@ -1,4 +1,4 @@
-"""Checks the coordinator's address before JAX uses it: its client ends the process from C++ where nobody answers."""
+"""Checks the coordinator's address before JAX uses it: JAX's client ends the process from C++ where nobody answers."""
 
 import contextlib
 import socket
@@ -9,14 +9,14 @@ from typing import NoReturn
 
 # As long as JAX's own client tries; the process that serves may start later than this one.
 REACHED_S = 300.0
-# After so long a process says what it waits for.
+# After this time a process prints what it waits for.
 _SAID_S = 5.0
-# As the launcher's, for a host or port that cannot be used.
+# The exit status for a host or port that cannot be used, the same as the launcher's.
 _STATUS = 69
 
 
 def check_coordinator(address: str, *, serves: bool, limit_s: float = REACHED_S) -> None:
-    """Returns when the coordinator answers; if this process is to serve, when its address can be used.
+    """Returns when the coordinator answers. If this process is to serve, returns when its address can be used.
 
     Raises:
       ValueError: the address is not `host:port`.
@@ -34,7 +34,7 @@ def check_coordinator(address: str, *, serves: bool, limit_s: float = REACHED_S)
 
 
 def _check_free(address: str, port: int) -> None:
-    """JAX's service would share a port that another one has, and both jobs would be lost."""
+    """Exits if the port is in use: JAX's service would share it with the other service, and both jobs would fail."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

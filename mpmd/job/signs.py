@@ -1,4 +1,4 @@
-"""Signs of life that need no lock of Python: what a kernel answers for a process, and stacks that a signal writes.
+"""Signs of life that need no lock of Python: a kernel's answers for a process, and stacks that a signal handler writes.
 
 C code may hold Python's lock for minutes (a tokenizer, a copy, a debugger); then no thread of the process can publish
 anything. Its kernel still takes connections for it, and refuses them as soon as the process is gone.
@@ -16,7 +16,7 @@ from mpmd.job import processes
 
 # Connections that the kernel takes for a process that accepts none; one for each machine that asks.
 _BACKLOG = 4096
-# A machine that answers nothing for 8 s cannot be reached.
+# A machine that does not answer for 8 s cannot be reached.
 _KEPT_ALIVE = (
     (socket.TCP_KEEPIDLE, 2),
     (socket.TCP_KEEPINTVL, 2),
@@ -26,12 +26,12 @@ _KEPT_ALIVE = (
 # A connection that has ended is made again within this time, if the process lives.
 _REOPENED_S = 2.0
 _SYN_SENT = 2
-# No library is known to use it; Python's and JAX's own are SIGTERM, SIGINT and SIGUSR1.
+# No library is known to use this signal; Python and JAX use SIGTERM, SIGINT and SIGUSR1.
 _STACKS_SIGNAL = signal.SIGRTMIN + 11
 
 
 class Door:
-    """A port of this process at which its kernel answers. Nothing is read from it, whoever connects.
+    """A port of this process at which its kernel answers. The process reads nothing from it.
 
     Attributes:
       address: `host:port`; empty where no other machine has to ask.
@@ -46,7 +46,7 @@ class Door:
             self.address = f"{address}:{self._socket.getsockname()[1]}"
 
     def clear(self) -> None:
-        """Closes the connections that have come, so that there is room for others."""
+        """Closes the connections so far, so that there is room for others."""
         for _ in range(_BACKLOG if self._socket is not None else 0):
             try:
                 self._socket.accept()[0].close()  # pyright: ignore[reportOptionalMemberAccess]
@@ -55,9 +55,9 @@ class Door:
 
 
 class Knock:
-    """Asks another machine's kernel whether a process lives: a connection to its door that stays open.
+    """A question to another machine's kernel whether a process lives: a connection to its door that stays open.
 
-    No question waits for its answer, so the first ones find nothing.
+    `lives` does not wait for an answer, so its first calls return False.
     """
 
     def __init__(self, address: str):
@@ -66,7 +66,7 @@ class Knock:
         self._lived_at = -_REOPENED_S
 
     def lives(self) -> bool:
-        """Whether the kernel holds a connection for the process, or did so a moment ago."""
+        """Returns whether the kernel holds a connection for the process, or did so a moment ago."""
         if self._is_connected():
             self._lived_at = time.monotonic()
         elif not self._is_connecting():  # the process accepted it, has ended, or its machine has gone
@@ -87,7 +87,7 @@ class Knock:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEPT_ALIVE:
             self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
-        with contextlib.suppress(OSError):  # in progress, or refused: the next question finds out
+        with contextlib.suppress(OSError):  # in progress, or refused: the next call finds out
             self._socket.connect((host, int(port)))
 
     def _is_connected(self) -> bool:
@@ -109,7 +109,7 @@ def offer_stacks() -> int:
     """Lets others on this machine read the stacks of this process, even while its lock is held.
 
     Returns:
-      The number of the file in which they are, in memory: what `stacks_of` takes.
+      The number of the file in memory that has them, for `stacks_of`.
     """
     number = os.memfd_create("mpmd-stacks")
     faulthandler.register(_STACKS_SIGNAL, number, all_threads=True)
@@ -117,7 +117,7 @@ def offer_stacks() -> int:
 
 
 def stacks_of(pid: int, started: int, number: int) -> str:
-    """The stacks of a process of this machine, as `faulthandler` writes them; empty if it does not answer."""
+    """Returns the stacks of a process of this machine, as `faulthandler` writes them; empty if it does not answer."""
     path = pathlib.Path(f"/proc/{pid}/fd/{number}")
     with contextlib.suppress(OSError, ValueError):
         if processes.state(pid, started) == "running" and "mpmd-stacks" in os.readlink(path):

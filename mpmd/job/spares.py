@@ -1,9 +1,9 @@
-"""Spare processes: one waits, with JAX imported, until a process is lost. Then it is the lost rank, for everybody.
+"""Spare processes: one waits, with JAX imported, until a process is lost. Then the spare becomes the lost rank.
 
-The launcher starts more processes than there are ranks (`--spares`). It says who takes whose place, in a file that the
-processes of each host read. Only then does a spare join JAX's coordination service, as that rank, and make its devices:
-so every process keeps the devices and the meshes that it had, and nobody waits for a spare that does not come. The
-launcher starts another spare where the lost process was. Where no spare waits, that one takes the place.
+The launcher starts more processes than there are ranks (`--spares`). It writes which spare becomes which rank into a
+file that the processes of each host read. Only then does a spare join JAX's coordination service, as that rank, and
+make its devices. So every process keeps its devices and meshes, and nobody waits for a spare that does not come. The
+launcher starts another process where the lost one was: a new spare, or the lost rank itself where no spare waits.
 """
 
 import contextlib
@@ -15,25 +15,25 @@ import time
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-NUM_SPARES = "MPMD_NUM_SPARES"  # set where the launcher has others take the places of lost ranks; 0 if none wait
-SPARE = "MPMD_SPARE"  # of a process that has taken a place: its number
-# Ends a process whose devices are slow or wrong. The launcher starts no other one with these devices.
+NUM_SPARES = "MPMD_NUM_SPARES"  # set where the launcher replaces lost ranks; 0 if no spare waits
+SPARE = "MPMD_SPARE"  # the number of a process that has become a rank
+# Ends a process with slow or faulty devices. The launcher starts no other process with these devices.
 UNFIT = signal.SIGRTMAX
 _POLL_S = 0.05
 
 
 class Taken(NamedTuple):
-    """A rank that was lost, and the number of the spare that is this rank from then on."""
+    """A rank that was lost, and the number of the spare that has become this rank."""
 
     rank: int
     spare: int
 
 
 class Register:
-    """What the launcher has said about lost ranks.
+    """The launcher's list of lost ranks.
 
     Args:
-      environment: that of the process.
+      environment: the environment of the process.
 
     Attributes:
       replaces: whether others take the places of lost ranks.
@@ -44,7 +44,7 @@ class Register:
         self._folder = pathlib.Path(environment.get("MPMD_STATUS_DIR", ""))
 
     def read(self) -> list[Taken]:
-        """All, the first one first; a line that is being written does not count yet."""
+        """Returns all losses, the earliest first; a line that is being written does not count yet."""
         *lines, _ = self._text("taken").split("\n")
         return [Taken(*map(int, line.split())) for line in lines]
 
@@ -61,7 +61,7 @@ class Register:
 
 
 def wait_for_place(number: int, environment: dict[str, str]) -> int:
-    """Waits as a spare until a rank is lost, and is that rank from then on. Returns the rank."""
+    """Waits as a spare until it has to replace a lost rank. Returns the rank."""
     register = Register(environment)
     while not (mine := [taken.rank for taken in register.read() if taken.spare == number]):
         time.sleep(_POLL_S)
@@ -73,8 +73,8 @@ def wait_for_place(number: int, environment: dict[str, str]) -> int:
 def sever(own: str, others: Collection[str]) -> None:
     """Ends all TCP connections of this process that others have made to its address `own`, or that it has to `others`.
 
-    What waits for bytes of such a connection fails at once, here and at its other end. (A transfer of JAX has no limit
-    of time, and JAX has nothing that ends it.)
+    Reads of these connections fail at once, here and at the other end. (A transfer of JAX has no time limit, and JAX
+    has no way to end it.)
     """
     ports = {int(address.rpartition(":")[2]) for address in others}
     for name in os.listdir("/proc/self/fd"):
@@ -84,6 +84,6 @@ def sever(own: str, others: Collection[str]) -> None:
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 if connection.type != socket.SOCK_STREAM or connection.family == socket.AF_UNIX:
                     continue
-                peer = connection.getpeername()[1]  # a socket that listens has none, and is left alone
+                peer = connection.getpeername()[1]  # fails for a socket that listens, which is left alone
                 if peer in ports or connection.getsockname()[1] == int(own.rpartition(":")[2]):
                     connection.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
 """Finds the rank to blame when the others wait: a pure function of what every rank last published.
 
-Every rank publishes a `Board`; every rank reads all of them and comes to the same verdict. A rank that waits is
-not to blame, the one at the end of the chain is: it died, left, stopped, or does not move although others wait for it.
+Every rank publishes a `Board`, reads all of them, and comes to the same verdict. The rank to blame is not a rank that
+waits, but the end of the chain: it died, left, stopped, or does not move although others wait for it.
 """
 
 import dataclasses
@@ -11,35 +11,35 @@ from typing import Any
 from mpmd.observe.pace import Pace
 from scheduler.base import texts
 
-# A rank on another machine that says nothing for this long is dead, or its machine cannot be reached.
+# A rank on another machine that publishes nothing for this long is dead, or its machine cannot be reached.
 SILENT_S = 20.0
-# A rank whose process lives and that says nothing for so long cannot: its threads of Python do not run.
+# A live process that publishes nothing for this long is unable to: its Python threads do not run.
 HELD_S = 4.0
-# A rank that has ended its program for so long gives nothing any more to one that still waits for it.
+# A rank that ended its program this long ago will send nothing to a rank that still waits for it.
 LEFT_S = 5.0
-# After so long without a movement a rank looks closer at what it is at.
+# After this time without a movement, a rank publishes more about its activity (callback, line).
 STILL_S = 2.0
-# A rank whose error came with a value from another one gives that one so long to say what it was.
+# A rank that got an error with a value from another rank waits this long for that rank to publish the cause.
 SECONDHAND_S = 3.0
 # How such an error begins.
 SECONDHAND = "Error while transferring"
-# Ranks may compile for unequal times before a step's first run; so many times the limit is allowed for that.
+# Ranks may compile for unequal times before a step's first run, so a rank that compiles has this many times the limit.
 COMPILING_FACTOR = 10
-# A process that takes the place of a lost one, and has said nothing yet, has so long to start, whatever the limit is.
+# A process that replaces a lost one, and has published nothing yet, has at least this long to start.
 STARTING_S = 60.0
 _MAX_CELL = 60
-# Phases in which a rank runs no more.
+# Phases of a rank that has ended.
 OVER = ("finished", "failed")
 
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """What a rank waits for, and for how many seconds.
+    """A wait of a rank, and its length in seconds.
 
     Attributes:
       what: a value, an agreement or an instruction.
-      ranks: who must give it; none if this rank's own devices have to compute it.
-      number: of a value, known to the rank that sends it.
+      ranks: the ranks that are waited for; none if this rank's own devices have to compute the value.
+      number: the number of a value, which its sender knows too.
     """
 
     what: str
@@ -50,25 +50,25 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True)
 class Board:
-    """What a rank says of itself, four times a second.
+    """The state that a rank publishes about itself, four times a second.
 
     Attributes:
-      rank, host, pid: who it is.
-      machine: the same for processes that see each other's pids.
-      started: the process's start, in the kernel's ticks; tells a pid that is used again.
+      rank, host, pid: the rank and its process.
+      machine: a key that is equal for processes that see each other's pids.
+      started: the process's start, in the kernel's ticks; distinguishes processes that had the same pid.
       phase: idle (in the user's code), compiling, agreeing, step, reading, finished, failed.
       step, position: the step and the instruction in it that were dispatched last.
       doing: that instruction in words, or the error of a failed rank.
       still_s: seconds since anything moved here: an instruction, a value that came, a value that was computed.
-      wait: what it waits for.
+      wait: the current wait.
       sent: numbers of values that others wait for although this rank has sent them.
       callback: the user's function that JAX has been calling on the host for a while.
-      raised: the first error of such a function. Others may hear of it before this rank does.
-      line: where the main thread has been in the user's code for a while: `train.py:62 in load`.
-      door: where the kernel answers other machines for this process.
+      raised: the first error of such a function. It may reach other ranks before this one.
+      line: the line of the user's code that the main thread has been in for a while: `train.py:62 in load`.
+      door: the address at which the kernel answers other machines for this process.
       stacks: the number of the file for its stacks.
-      goes_on: in `mpmd.resilient`, where it goes on when others are lost and replaced.
-      pace: there, how fast its devices are, where slow processes are replaced.
+      goes_on: the rank is in `mpmd.resilient`, and continues there when others are lost and replaced.
+      pace: how fast its devices are in `mpmd.resilient`, where slow processes are replaced.
     """
 
     rank: int
@@ -92,12 +92,12 @@ class Board:
     pace: Pace | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Plain data, for the key-value store."""
+        """Returns plain data, for the key-value store."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Board":
-        """The inverse of `to_json`."""
+        """Returns the board of the data from `to_json`."""
         wait, pace = data.get("wait"), data.get("pace")
         fields = dict(data, sent=tuple(data.get("sent", ())), pace=pace and Pace(pace[0], tuple(pace[1])))
         fields["wait"] = Wait(**wait | {"ranks": tuple(wait["ranks"])}) if wait else None
@@ -109,9 +109,10 @@ class View:
     """A board as another rank sees it.
 
     Attributes:
-      silent_s: seconds since it last changed.
-      process: what the kernel says of it: running, stopped, gone, or unknown (another machine). One that lives and says
-        nothing is held (by C code that has Python's lock), or mute (on another machine: held or stopped).
+      silent_s: seconds since the board last changed.
+      process: the state of the process by its kernel: running, stopped, gone, or unknown (another machine). A live
+        process that publishes nothing is held (by C code that has Python's lock), or mute (on another machine: held or
+        stopped).
     """
 
     board: Board
@@ -120,28 +121,28 @@ class View:
 
     @property
     def still_s(self) -> float:
-        """Seconds since anything moved there, as far as we know."""
+        """Seconds since anything moved there, as far as this rank knows."""
         return self.board.still_s + self.silent_s
 
     @property
     def wait(self) -> Wait | None:
-        """What it waits for, up to now."""
+        """The rank's wait, with its length up to now."""
         wait = self.board.wait
         return None if wait is None else dataclasses.replace(wait, for_s=wait.for_s + self.silent_s)
 
     @property
     def is_old(self) -> bool:
-        """Whether the process lives, and what it waited for last may have come since."""
+        """Whether the process lives and its board is old: the value that it waited for may have come since."""
         return self.process in ("stopped", "held", "mute")
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it is for others to go on, and not for its own devices, a host callback, or who stopped it."""
+        """Whether the rank waits for other ranks, and not for its own devices, a host callback, or to be continued."""
         return bool(self.wait is not None and self.wait.ranks) and not self.board.callback and not self.is_old
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the process is there and what holds it up is its own; where ranks wait for each other, none is."""
+        """Whether the process lives and is itself the cause that it does not move. No rank in a circle of waits is."""
         is_there = self.process != "gone" and self.silent_s < HELD_S
         is_at_work = self.board.phase not in ("finished", "failed", "agreeing")
         return self.is_old or (is_there and is_at_work and not self.waits_for_others)
@@ -161,20 +162,20 @@ Views = Mapping[int, View]
 
 
 def diagnose(views: Views, me: int) -> tuple[int, str] | None:
-    """The rank that died, failed or left, and how; None while all are there.
+    """Returns the rank that died, failed or left, and how; None while all are there.
 
     Args:
-      views: every rank that has said something.
+      views: all ranks that have published a board.
       me: the rank that asks.
     """
     return _failed(views) or _dead(views) or _left(views, me)
 
 
 def suspect(views: Views, hang_timeout_s: float | None) -> tuple[int, str] | None:
-    """The rank that seems to hold up others, and how; None while all moves.
+    """Returns the rank that seems to hold up others, and how; None while everything moves.
 
-    What the ranks say is of different moments, so that one can seem to wait for what has come since: only what is found
-    again when all have spoken once more is true.
+    The boards are from different moments, so a rank can seem to wait for a value that has come since. A result is
+    certain only if it is the same after all ranks have published once more.
     """
     if not hang_timeout_s:
         return None
@@ -190,14 +191,14 @@ def suspect(views: Views, hang_timeout_s: float | None) -> tuple[int, str] | Non
             limit = max(limit, STARTING_S)
         if (what := _held_up(guilty, waiting, lost, limit)) is not None:
             return guilty.board.rank, what
-    for rank, v in sorted(views.items()):  # in a save, say, others wait for it and do not say so
+    for rank, v in sorted(views.items()):  # others may wait for it without a note of that, in a save for example
         if v.process == "stopped" and v.board.phase not in OVER and v.silent_s >= hang_timeout_s:
             return rank, _what(v)
     return None
 
 
 def _failed(views: Views) -> tuple[int, str] | None:
-    """The first that failed by itself, else whose host callback did, else (but late) that was handed an error."""
+    """Returns the first rank with an error of its own, else of a host callback, else (later) a received error."""
     failed = [v for v in views.values() if v.board.phase == "failed"]
     causes = [v for v in failed if SECONDHAND not in v.board.doing]
     raised = [v for v in views.values() if v.board.raised] if failed else []
@@ -217,7 +218,7 @@ def _dead(views: Views) -> tuple[int, str] | None:
             continue
         if v.process == "gone" and v.silent_s < LEFT_S:
             return rank, f"died: process {v.board.pid} on {v.board.host} is gone ({v.where})"
-        # One that was silent before it went was cut off, and has perhaps ended itself for that.
+        # A process that was silent before it went was cut off, and may have ended itself for that reason.
         if v.process == "gone" or (v.process == "unknown" and v.silent_s > SILENT_S):
             return rank, (
                 f"no sign of life from {v.board.host} for {v.silent_s:.0f} s: process {v.board.pid} died, or its"
@@ -227,7 +228,7 @@ def _dead(views: Views) -> tuple[int, str] | None:
 
 
 def _left(views: Views, me: int) -> tuple[int, str] | None:
-    """Just the rank that waits can say so: what others know of its waiting is old."""
+    """Returns a rank that left while `me` waits for it. Only the waiting rank decides: its board elsewhere is old."""
     wait = views[me].wait if me in views else None
     if wait is None or wait.for_s < LEFT_S:
         return None
@@ -239,7 +240,7 @@ def _left(views: Views, me: int) -> tuple[int, str] | None:
 
 
 def _held_up(guilty: View, waiting: View, lost: Wait | None, limit: float) -> str | None:
-    """What the guilty rank does while another waits for it; None if it may still come."""
+    """Returns what the guilty rank does while another waits for it; None if it may still come."""
     wait, rank = waiting.wait, waiting.board.rank
     if lost is not None:
         text = f"sent {lost.what}, which did not reach rank {rank} for {lost.for_s:.0f} s ({guilty.where})"
@@ -276,10 +277,10 @@ def _what(v: View) -> str:
 
 
 def _chain(views: Views, rank: int) -> tuple[list[int], Wait | None]:
-    """From a rank that waits to the one that waits for no other, or that was met before.
+    """Follows the waits from a rank to a rank that waits for no other, or into a circle.
 
     Returns:
-      The ranks, and the value that the last of them has sent to the one before it, if it got lost on the way.
+      The ranks, and the wait for a value that the last rank has sent to the one before it, if it got lost on the way.
     """
     chain = [rank]
     while views[chain[-1]].waits_for_others:
@@ -299,9 +300,9 @@ def _chain(views: Views, rank: int) -> tuple[list[int], Wait | None]:
 
 
 def _odd_one(views: Views) -> int:
-    """Where ranks wait in a circle (perhaps through a collective on their devices): the one that differs.
+    """Returns the odd rank of a circle of waits (perhaps through a collective on the devices).
 
-    Some are about to run a program that the others are not: the fewer. Else the one that is furthest behind.
+    If only some of them are agreeing on a program, only the smaller part counts. The odd rank is the furthest behind.
     """
     running = {r for r, v in views.items() if v.board.phase not in OVER}
     agreeing = {r for r in running if views[r].board.phase == "agreeing"}
@@ -316,7 +317,7 @@ def _odd_one(views: Views) -> int:
 
 
 def table(views: Views, rank: int, what: str) -> str:
-    """The report: the guilty rank in the first line, then a row for each rank."""
+    """Returns the report: the guilty rank in the first line, then a row for each rank."""
     head = ("rank", "host", "pid", "step", "at", "waits for", "from", "seconds")
     rows: list[tuple[str, ...]] = [head]
     for r, v in sorted(views.items()):

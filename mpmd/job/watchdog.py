@@ -1,8 +1,8 @@
 """Ends this process when the job cannot go on, so that no rank waits for ever.
 
 Two daemon threads: one publishes this rank's `Board` through the key-value store and reads the others', one
-judges (`judge.py`, `verdict.py`). They are apart because a call to the store hangs when its process is stopped. A
-verdict prints a table on every rank and ends the process by force: the main thread may be stuck in C++.
+judges (`judge.py`, `verdict.py`). They are separate because a call to the store hangs when the process of the store is
+stopped. A verdict prints a table on every rank and ends the process by force: the main thread may be stuck in C++.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from mpmd.job.signs import Door
 from mpmd.job.verdict import HELD_S, SECONDHAND_S, SILENT_S, Board, View
 from mpmd.observe import ledger
 
-# A thread that takes so long for a round could not run: its lock was held, or its process was stopped.
+# A thread that takes this long for a round could not run: its lock was held, or its process was stopped.
 _PAUSED_S = 2.0
-# The launcher has so long to say that another process takes the place of a lost rank.
+# The launcher has this long to announce that another process takes the place of a lost rank.
 _LAUNCHER_S = 3.0
-# How a rank ends that was not to blame; the launcher tells victims from the guilty one by it.
+# The exit status of a rank that was not to blame; the launcher tells victims from the guilty rank by it.
 VICTIM_STATUS = 75
 
 
@@ -40,15 +40,16 @@ class Watchdog:
     """Watches over the ranks, and ends this one.
 
     Args:
-      num_ranks: how many there are.
-      activity: what this rank is at.
-      boards: what all ranks say.
+      num_ranks: the number of ranks.
+      activity: the activity of this rank.
+      boards: the boards of all ranks.
       judge: finds the guilty rank.
       black_box: the flight record of this rank.
-      door: where the kernel answers others for this process.
-      serves: this process serves the key-value store, so it leaves last.
-      losses: where others take the places of lost ranks, notes who was lost; a verdict if this process cannot go on.
-      make_way: there, ends the process of a rank that holds up the others, or is slow; whether it did.
+      door: the port at which the kernel answers others for this process.
+      serves: whether this process serves the key-value store, so that it leaves last.
+      losses: notes the lost ranks, where others take their places; returns a verdict if this process cannot go on.
+      make_way: ends the process of a rank that is slow or holds up the others, where others take the places of lost
+        ranks; returns whether it did.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Starts the threads and takes note of uncaught exceptions."""
+        """Starts the threads, and listens for uncaught exceptions."""
         faulthandler.enable()
         for target in (self._publish_loop, self._judge_loop):
             thread = threading.Thread(target=target, name=f"mpmd-{target.__name__.strip('_')}", daemon=True)
@@ -109,7 +110,7 @@ class Watchdog:
                 self.boards.forgive(woke_at - before)
             try:
                 self._judge_once(woke_at)
-            except Exception:  # a rank that nobody judges could wait for ever
+            except Exception:  # without a judge, a rank could wait for ever
                 if not self._has_failed:
                     traceback.print_exc()
                 self._has_failed = True
@@ -128,7 +129,7 @@ class Watchdog:
             self._end(views, *found)
 
     def _after_losses(self, found: tuple[int, str] | None, views: Mapping[int, View]) -> tuple[int, str] | None:
-        """A verdict, once the launcher had time to say that another takes the place of the rank, which makes way."""
+        """Ends a rank that is stuck; returns its verdict once the launcher had time to announce a replacement."""
         assert self._losses is not None and self._make_way is not None
         if (why := self._losses()) is not None:
             return why
@@ -162,7 +163,7 @@ class Watchdog:
         threading.Thread(target=replace, daemon=True).start()
 
     def _speaks_of(self, rank: int, views: Mapping[int, View]) -> bool:
-        """Whether this is the rank that speaks for all about another one."""
+        """Returns whether this rank speaks for all about another one."""
         return min((r for r, v in views.items() if r != rank and not v.is_old), default=-1) == self.boards.rank
 
     # --- the end ----------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class Watchdog:
         self._end(self.boards.views(), rank, what)
 
     def _end(self, views: Mapping[int, View], rank: int, what: str) -> None:
-        """Prints the table and ends this process; the first verdict that was published counts for all."""
+        """Prints the table and ends this process. The verdict that was published first counts for all."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -191,7 +192,7 @@ class Watchdog:
             with contextlib.suppress(Exception):
                 self._print_stacks()
         if is_finished and is_guilty and not self._serves:
-            self._is_let_go = True  # with the status that its program has ended with
+            self._is_let_go = True  # it ends with the status of its program
         else:
             run_briefly(lambda: ledger.close(f"rank {rank} {what}"), 3.0)  # its folder may be on a disk that hangs
             self._leave(1 if is_guilty and self._activity.callbacks.raised else VICTIM_STATUS)
@@ -216,7 +217,7 @@ class Watchdog:
     def _on_exception(
         self, kind: type[BaseException], value: BaseException, stack: types.TracebackType | None, print_it: Callable
     ) -> None:
-        """This rank cannot go on: tells the others and ends the process, or gives way to the verdict on its cause."""
+        """Tells the others that this rank cannot go on and ends the process, or waits for the verdict on the cause."""
         self._stack = stack  # at once: a verdict may end the process while this runs
         raised = self._activity.callbacks.raised
         is_ours = bool(raised) and issubclass(kind, jax.errors.JaxRuntimeError)
@@ -236,12 +237,12 @@ class Watchdog:
         self._fail(what, 130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _on_signal(self, signal: str) -> None:
-        """Somebody ends this rank from outside, perhaps since the job hangs: leaves its record."""
+        """Writes the record of this rank, which somebody ends from outside, perhaps because the job hangs."""
         if not self._is_ending and (text := self._black_box.interrupted(signal, self.boards.views())):
             print(text, file=sys.stderr, flush=True)
 
     def _fail(self, what: str, status: int) -> None:
-        """This rank cannot go on: tells the others, and ends the process."""
+        """Tells the others that this rank cannot go on, and ends the process."""
         if where := self._black_box.write(what, self.boards.views(), self.boards.rank):
             print(where, file=sys.stderr, flush=True)
         run_briefly(lambda: ledger.close(f"rank {self.boards.rank} {what}"), 3.0)
@@ -257,7 +258,7 @@ class Watchdog:
                 self.boards.status.write(board, f"jax-mpmd: rank {board.rank}: {board.doing}")
 
     def finish(self, calls: Calls) -> None:
-        """The program is at its end: says so, and waits until all ranks are (or somebody waits for this one)."""
+        """Publishes that the program is at its end, and waits for the ends of all ranks (or for a verdict)."""
         if status := exits.exit_status():
             self._fail(exits.status_text(status), status)
         while not self._is_ending and self._activity.expected.are_to_come():  # one may never come: the judge sees that
@@ -275,18 +276,18 @@ class Watchdog:
         while is_judged and not self._is_let_go and time.monotonic() < end:
             time.sleep(PUBLISH_S)  # the judge ends the process, or lets it go
         if self._is_let_go:
-            compat.abandon_distributed()  # the others do not come to the end any more
+            compat.abandon_distributed()  # the others will not come to their end any more
             return
         if what := calls.last():
             what = what.removeprefix(f"rank {self.boards.rank} ")
             print(f"jax-mpmd: rank {self.boards.rank}: {what}", file=sys.stderr, flush=True)
             self._fail(what.splitlines()[0], 1)
         if self._losses is not None:
-            compat.abandon_distributed()  # at JAX's last barrier, spares and lost processes would be waited for
+            compat.abandon_distributed()  # JAX's last barrier would wait for spares and lost processes
         time.sleep(2 * PUBLISH_S)  # so that the others can read it
         self._is_ending = True
         calls.stop(SILENT_S)
-        for thread in self._threads:  # one that came back from C++ to a Python that is gone would abort the process
+        for thread in self._threads:  # a thread that returned from C++ to a Python that is gone would abort the process
             thread.join(SILENT_S)
 
     def _all_have_finished(self) -> bool:
@@ -295,10 +296,10 @@ class Watchdog:
 
 
 def _has_failed(board: Board) -> bool:
-    """Whether a process has ended with an error, after which the launcher has all start over."""
+    """Returns whether a process has ended with an error, after which the launcher restarts all."""
     return board.phase == "failed" and board.doing != exits.status_text(exits.TOLD_TO_END)
 
 
 def _may_be_cut_off(view: View) -> bool:
-    """Whether the launcher may be about to find that a rank's host is lost, which is why others wait in vain."""
+    """Returns whether a rank's host may be lost (the reason why others wait in vain), as the launcher may soon find."""
     return view.process == "unknown" and view.board.phase not in verdict.OVER and HELD_S < view.silent_s < SILENT_S

@@ -22,27 +22,26 @@ from mpmd.arrays.mesh import Device
 from mpmd.job.activity import Activity
 from mpmd.job.spares import sever
 
-# Pieces of all steps of a program are numbered from its own number, shifted so far.
+# The numbers of the pieces in all steps of a program begin at the program's number, shifted by this many bits.
 NUMBER_BITS = 44
-# A transfer has a number of 64 bits. Half of them are for steps, the others for what is done with when it returns.
+# A transfer has a number of 64 bits. Half of the numbers are for steps, the others for calls that are over on return.
 NUM_NUMBERS = 1 << (63 - NUMBER_BITS)
-# Of a step whose microbatches have several shapes, a number of their order stands from here on.
+# For microbatches of several shapes, the bits from here on hold a number of their order.
 ORDER_BITS = 32
-# NCCL 2.30.7 hangs where programs of several groups send to each other, 2.31.2 does not (NVIDIA/jaxpp#11).
+# NCCL 2.30.7 hangs where programs of several groups send to each other; 2.31.2 does not (NVIDIA/jaxpp#11).
 _NCCL_WANTED = (2, 31)
 
 
 class Wire(Protocol):
-    """Carries arrays of one device to a device of another process.
+    """A carrier of arrays from one device to a device of another process.
 
-    All processes come to the transfers that they have a part in, sends and receives alike, in one order that they
-    share (of a step that of `scheduler.merge`). So a call may block until the other end makes its own, without waiting
-    in a circle; it never blocks until the value is computed. A sent buffer must not be deleted or donated before it is
-    taken.
+    All processes make their sends and receives in one common order (in a step, the order of `scheduler.merge`). So a
+    call may block until the other end makes its own call, without a deadlock; it never blocks until the value is
+    computed. A sent buffer must not be deleted or donated before the receiver has it.
 
     Attributes:
       name: the part of JAX that does it, for `explain()`.
-      is_ordered: whether transfers are told apart by their order alone.
+      is_ordered: whether only their order tells transfers apart.
     """
 
     name: str
@@ -53,20 +52,20 @@ class Wire(Protocol):
         ...
 
     def receive(self, number: int, shape: Sequence[int], dtype: DTypeLike, source: Device, target: Device) -> jax.Array:
-        """What is sent under a number from `source` to `target`, a device of this process."""
+        """Receives the array of a number from `source` on `target`, a device of this process."""
         ...
 
     def interrupt(self) -> None:
-        """This process has not made all the calls that the others wait for."""
+        """Notes that this process has not made all the calls that the others wait for."""
         ...
 
     def sever(self) -> None:
-        """Lets all that is on its way fail, here and at the other end; any thread may call it."""
+        """Makes all transfers on their way fail, here and at the other end. Any thread may call it."""
         ...
 
 
 class Member(Protocol):
-    """What a wire asks of a `Job`."""
+    """The part of a `Job` that a wire uses."""
 
     rank: int
     num_ranks: int
@@ -84,14 +83,14 @@ class Member(Protocol):
 def receive_piece(
     job: Member, number: int, shape: Sequence[int], dtype: DTypeLike, source: Device, target: Device, text: str
 ) -> jax.Array:
-    """Receives a piece over the job's wire; the watchdog expects it from now on, under the name `text`."""
+    """Receives a piece over the job's wire. The watchdog expects it from now on, under the name `text`."""
     data = job.wire.receive(number, shape, dtype, source, target)
     job.activity.expect(data, text, (source.process_index,), number)
     return data
 
 
 def wire_class(job: Member) -> "type[PutWire] | type[PullWire]":
-    """The fastest wire that the job's devices have; the same in every process."""
+    """Returns the fastest wire that the job's devices have; the same in every process."""
     if not compat.has_cross_host_put():
         return PullWire
     told = [job.find(f"mpmd/devices/{rank}", "finding the devices", rank) for rank in range(job.num_ranks)]
@@ -99,12 +98,12 @@ def wire_class(job: Member) -> "type[PutWire] | type[PullWire]":
 
 
 def expected_wire(platform: str) -> str:
-    """In words, what goes between processes whose devices are not here."""
+    """Returns the name of the wire between processes with devices that are not here."""
     return f"{PutWire.name} (by pulls where processes share a GPU)" if platform == "gpu" else PullWire.name
 
 
 def hardware() -> str:
-    """The host and the GPUs of this process, for `are_shared` in every other."""
+    """Returns the host and the GPUs of this process, for `are_shared` in every other."""
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     gpus = set()
     for device in jax.local_devices():
@@ -115,13 +114,13 @@ def hardware() -> str:
 
 
 def are_shared(told: Iterable[tuple[str, list[str]]]) -> bool:
-    """Whether two processes use one GPU, so that NCCL would refuse to connect them."""
+    """Returns whether two processes use the same GPU, so that NCCL would refuse to connect them."""
     gpus = [(host, gpu) for host, numbers in told for gpu in numbers]
     return len(set(gpus)) < len(gpus)
 
 
 class PullWire:
-    """Pulls of `jax.experimental.transfer`: an offer keeps the buffer until the receiver has pulled it."""
+    """A wire of `jax.experimental.transfer`: the sender keeps the buffer until the receiver has pulled it."""
 
     name = "jax.experimental.transfer"
     is_ordered = False
@@ -130,29 +129,29 @@ class PullWire:
         self._job = job
         self._server = compat.start_transfer_server(job.address)
         self._connections: dict[int, Any] = {}
-        self._others: list[str] = []  # the addresses that it has connected to
+        self._others: list[str] = []  # the addresses that this process has connected to
         self._folder = f"mpmd/address/{job.epoch}"
         job.store.key_value_set(f"{self._folder}/{job.rank}", self._server.address())
 
     def send(self, number: int, array: jax.Array, target: Device) -> None:
-        """Lets the target's process pull `array`."""
+        """Offers `array` to the target's process."""
         self._server.await_pull(number, [array])
 
     def receive(self, number: int, shape: Sequence[int], dtype: DTypeLike, source: Device, target: Device) -> jax.Array:
-        """Pulls what the source's process offers."""
+        """Pulls the array that the source's process offers."""
         rank = source.process_index
         connection = self._connections.get(rank) or self.connect(rank)
         return connection.pull(number, _wanted(tuple(shape), dtype, target))[0]
 
     def interrupt(self) -> None:
-        """Does not matter: what is left is under numbers that nobody asks for."""
+        """Does nothing: nobody asks for the numbers of the remaining arrays."""
 
     def sever(self) -> None:
-        """Ends its connections."""
+        """Ends the connections of this process."""
         sever(self._server.address(), list(self._others))
 
     def connect(self, rank: int) -> Any:
-        """The connection to a rank, made at its first use."""
+        """Connects to a rank; later calls of `receive` use the same connection."""
         address = self._job.find(f"{self._folder}/{rank}", "finding the address", rank)
         self._others.append(address)
         self._connections[rank] = self._server.connect(address)
@@ -160,7 +159,7 @@ class PullWire:
 
 
 class NoWire(PullWire):
-    """What is received is an array that fails whoever reads it, at once; what is sent goes nowhere."""
+    """A wire that sends nothing. It receives arrays that raise at once when they are read."""
 
     name = "nothing"
 
@@ -171,13 +170,13 @@ class NoWire(PullWire):
         sever(self._server.address(), [self._server.address()])
 
     def send(self, number: int, array: jax.Array, target: Device) -> None:
-        """Nobody asks for it."""
+        """Does nothing: nobody asks for the array."""
 
     def sever(self) -> None:
-        """Nothing is on its way."""
+        """Does nothing: no transfer is on its way."""
 
     def connect(self, rank: int) -> Any:
-        """A connection that has ended."""
+        """Returns a connection that has ended."""
         return self._ended
 
 
@@ -187,9 +186,9 @@ def _wanted(shape: tuple[int, ...], dtype: DTypeLike, device: Device) -> list[ja
 
 
 class PutWire:
-    """`jax.device_put` to a device of another process, called at both ends; numbers do not matter, the order does.
+    """A wire of `jax.device_put` to a device of another process, called at both ends. The order tells transfers apart.
 
-    The first call for two devices connects them, for which each end waits for the other.
+    The first call for two devices connects them: each end waits for the other.
     """
 
     name = "cross-host jax.device_put"
@@ -206,21 +205,21 @@ class PutWire:
         """Puts `array` on the target."""
         self._check()
         source = next(iter(array.devices()))
-        if not array.committed:  # JAX would send nothing, and say nothing
+        if not array.committed:  # JAX would silently send nothing
             array = jax.device_put(array, SingleDeviceSharding(source))
         self._put(array, source, target, target)
 
     def receive(self, number: int, shape: Sequence[int], dtype: DTypeLike, source: Device, target: Device) -> jax.Array:
-        """Puts the source's array, of which this process has nothing, on the target."""
+        """Puts the source's array, which has no data in this process, on the target."""
         self._check()
         return self._put(_away(tuple(shape), dtype, source), source, target, source)
 
     def interrupt(self) -> None:
-        """From now on sends and receives would meet those of something else, so there are none."""
+        """Makes all later sends and receives raise: they would be matched with the wrong calls of other processes."""
         self._is_interrupted = True
 
     def sever(self) -> None:
-        """What GPUs wait for cannot be broken off."""
+        """Does nothing: a transfer that GPUs wait for cannot be broken off."""
 
     def _check(self) -> None:
         if self._is_interrupted:

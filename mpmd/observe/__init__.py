@@ -1,1 +1,1 @@
-"""From the events of a running step to records and flight files, which need no devices to be read."""
+"""Records and flight files of a running step's events, which can be read without devices."""

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-# A program keeps the times of about so many instructions: of two steps at least, of `_MOST_STEPS` at most.
+# A program keeps the times of about this many instructions, from at least two and at most `_MOST_STEPS` steps.
 _INSTRUCTIONS, _MOST_STEPS = 4096, 64
 _SAMPLES = 2048
 
@@ -15,7 +15,7 @@ class Flight:
     """The last steps of one program in this process. The slots are made once and used in turn.
 
     Attributes:
-      times: of the current step, when each instruction was dispatched, on `time.perf_counter`'s clock; 0 if not yet.
+      times: when each instruction of the current step was dispatched, on `time.perf_counter`'s clock; 0 if not yet.
     """
 
     def __init__(self, num_instructions: int):
@@ -27,7 +27,7 @@ class Flight:
         self.times = self._slots[0]
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Begins a step."""
         self._count += 1
         at = self._count % len(self._slots)
         self.times = self._slots[at]
@@ -35,21 +35,19 @@ class Flight:
         self._about[at] = step, time.perf_counter(), math.nan
 
     def end(self) -> None:
-        """All instructions of the step have been dispatched, or it has failed."""
+        """Ends the step: all of its instructions have been dispatched, or it has failed."""
         at = self._count % len(self._slots)
         step, begun, _ = self._about[at]
         self._about[at] = step, begun, time.perf_counter()
 
     @property
     def position(self) -> int:
-        """The instruction of the current step that was begun last."""
+        """The instruction of the current step that began last."""
         times = self.times
         return max(0, bisect.bisect_left(times, True, key=lambda t: t == 0.0) - 1)
 
     def steps(self) -> list[dict[str, object]]:
-        """What is kept, as plain data, the oldest step first: times, and the numbers of the instructions if they were
-        not done in their order.
-        """
+        """Returns the kept steps, the oldest first: times, and the numbers of the instructions if out of order."""
         kept = len(self._slots)
         numbers = range(max(1, self._count - kept + 1), self._count + 1)
         found = []
@@ -63,7 +61,7 @@ class Flight:
 
 
 class Sample(NamedTuple):
-    """What a rank was at, and what it waited for, from `first` to `last` (on `time.monotonic`'s clock)."""
+    """The activity and the wait of a rank from `first` to `last` (on `time.monotonic`'s clock)."""
 
     first: float
     last: float
@@ -75,13 +73,13 @@ class Sample(NamedTuple):
 
 
 class Samples:
-    """What a rank was at, a few times a second; what stays the same is one sample."""
+    """The activity of a rank, a few times a second. While it stays the same, it is one sample."""
 
     def __init__(self):
         self._kept: deque[Sample] = deque(maxlen=_SAMPLES)
 
     def add(self, phase: str, step: int, doing: str, what: str, ranks: tuple[int, ...]) -> None:
-        """What it is at now."""
+        """Adds the current activity."""
         now = time.monotonic()
         if self._kept and self._kept[-1][2:] == (phase, step, doing, what, ranks):
             self._kept[-1] = self._kept[-1]._replace(last=now)
@@ -89,5 +87,5 @@ class Samples:
             self._kept.append(Sample(now, now, phase, step, doing, what, ranks))
 
     def list(self) -> list[Sample]:
-        """All that is kept."""
+        """Returns all kept samples."""
         return list(self._kept)

@@ -1,4 +1,4 @@
-"""Writes what the flight recorder holds into a folder, one file a rank, and reads it again."""
+"""Writes the data of the flight recorder into a folder, one file for each rank, and reads them again."""
 
 import json
 import os
@@ -13,28 +13,28 @@ from mpmd.observe.flight import Flight, Sample
 from scheduler import Program
 from scheduler.programs.stored import of_data, to_data
 
-# The folder, in the environment; the launcher sets it to that of --log-dir.
+# The environment variable for the folder; the launcher sets it to the folder of --log-dir.
 VARIABLE = "MPMD_FLIGHT_DIR"
 _ENDING = "flight.json"
 
 
 def folder(environment: Mapping[str, str]) -> Path | None:
-    """Where the records go; None if nobody has said so."""
+    """Returns the folder for the records; None if none is named."""
     return Path(environment[VARIABLE]) if environment.get(VARIABLE) else None
 
 
 def path_of(where: Path, rank: int, environment: Mapping[str, str]) -> Path:
-    """The file of a rank."""
+    """Returns the file of a rank."""
     return rank_files.path_of(where, rank, rank_files.attempt_of(environment), _ENDING)
 
 
 def record_of(
     flight: Flight, name: str, program: Program, instructions: Iterable[tuple[int, str]]
 ) -> dict[str, object]:
-    """What a rank has to say of one program, as plain data; the program itself is under "plan".
+    """Returns a rank's record of one program as plain data, with the program itself under "plan".
 
     Args:
-      instructions: of this rank, in order: the group, and the instruction in words.
+      instructions: the instructions of this rank in order: the group, and the instruction in words.
     """
     return {
         "name": name,
@@ -52,10 +52,10 @@ def write(
     samples: Iterable[Sample] = (),
     **about: object,
 ) -> None:
-    """Writes the file of a rank, and each program that it names unless it is there already.
+    """Writes the file of a rank, and the file of each program in it, unless that exists already.
 
     Args:
-      why: what ended the job, in a line.
+      why: the reason for the end of the job, in a line.
       programs: from `record_of`.
       about: more to write, as plain data.
     """
@@ -81,7 +81,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def read(where: Path) -> tuple[dict[int, dict[str, Any]], dict[str, Program]]:
-    """The records of a folder by rank, those of the last attempt, and the programs that they name.
+    """Returns the last attempt's records in a folder by rank, and the programs that they name.
 
     Raises:
       FileNotFoundError: there is no folder, or no record in it.

@@ -1,8 +1,8 @@
-"""The ledger of a process: where its seconds go, written while it runs, in lines that a person reads.
+"""The ledger of a process: where its seconds go, written while it runs, in lines for people.
 
-The main thread says what it begins and ends; a thread beside it waits for the results of each call and does the sums.
-Time in which the devices have a call to do belongs to that call, whatever the host does meanwhile. The rest belongs to
-what the host was at. Each second is counted once, so the parts add up to the life of the process.
+The main thread notes begins and ends; another thread waits for the results of each call and adds up the times. Time in
+which the devices have a call to do belongs to that call, whatever the host does meanwhile. Other time belongs to the
+activity of the host. Each second is counted once, so the parts add up to the life of the process.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TextIO
 
 from mpmd.observe import pace, rank_files
 
-# The folder, in the environment; the launcher sets it to that of --log-dir.
+# The environment variable for the folder; the launcher sets it to the folder of --log-dir.
 VARIABLE = "MPMD_LEDGER_DIR"
 ENDING = "ledger"
 COMPUTE, BUBBLE, TRANSFERS, HOST = "compute", "bubble", "transfers", "data and host"
@@ -32,17 +32,17 @@ IDLE, STARTING, OTHER = "idle spare", "starting", "other"
 DIVIDED = (COMPUTE, BUBBLE, TRANSFERS, HOST)
 IN_STEPS = (*DIVIDED, UNDIVIDED)
 PARTS = (*IN_STEPS, COMPILING, CHECKPOINT, LOST, RECOVERY, IDLE, STARTING, OTHER)
-# What begins the text of lines about the loop of `mpmd.resilient`, of a spare, and of the end.
+# Prefixes of lines about the loop of `mpmd.resilient`, about a spare, and about the end.
 LOOP, TAKES, ENDED = "loop: ", "takes the place of rank ", "ended: "
 AT_END = "the program is at its end"
-_LINE_S = 1.0  # from one line to the next, at first; a longer run writes fewer: in a month some 30 MB
+_LINE_S = 1.0  # from one line to the next, at first; a long run writes fewer lines: in a month some 30 MB
 _LINES_AT_FIRST = 600
-_LONG_S = 10.0  # so long may something go on before a line is written on the way
-_END_S = 10.0  # for the last call to be done, at the end of the program
+_LONG_S = 10.0  # a longer activity gets a line before its end
+_END_S = 10.0  # limit for the last call, at the end of the program
 
 
 class _Stretch(NamedTuple):
-    """The main thread was at something other than a call. `before`: what the time up to `begin` belongs to."""
+    """A stretch of work other than a call in the main thread. `before`: the part of the time up to `begin`."""
 
     part: str
     begin: float
@@ -54,11 +54,11 @@ class _NotedCall(NamedTuple):
     """A call of a step.
 
     Attributes:
-      part: what all of it belongs to; empty if it is to be divided.
-      waits: arrays that are there when the devices have done it.
-      divide: of the begin and the end of a measured call, the seconds by part; None of the others.
-      shares: by part, of this program's calls; filled in by `divide`.
-      step: of the loop; None outside of one.
+      part: the part of the whole call; empty if the call is to be divided.
+      waits: arrays that are ready when the devices have done the call.
+      divide: divides a measured call, from its begin to its end, into seconds by part; None for other calls.
+      shares: the share of each part in this program's calls; `divide` updates them.
+      step: the step of the loop; None outside of a loop.
     """
 
     part: str
@@ -71,26 +71,26 @@ class _NotedCall(NamedTuple):
 
 
 class Ledger:
-    """Where the seconds of this process went.
+    """The ledger of this process.
 
     Args:
-      path: the file. What an earlier job left there is replaced.
-      number: of the process.
-      attempt: of the job. If it is not the first one, what comes before the second call of a program is recovery.
+      path: the file. A file of an earlier job is replaced.
+      number: the number of the process.
+      attempt: the attempt of the job. In later attempts, the time before the second call of a program is recovery.
       age_s: how long the process has lived.
 
     Attributes:
-      step: of the loop of `mpmd.resilient`, that the next calls belong to; None outside.
+      step: the step of the loop of `mpmd.resilient` that the next calls belong to; None outside of a loop.
     """
 
     def __init__(self, path: Path, number: int, attempt: int = 0, age_s: float = 0.0):
         self.step: int | None = None
         now = time.perf_counter()
         self._clock = time.time() - now
-        self._begun = self._at = now - age_s  # all before `_at` is in the sums
-        self._gap = STARTING  # what time belongs to in which nothing was said
+        self._begun = self._at = now - age_s  # the sums include all time before `_at`
+        self._gap = STARTING  # the part of time between noted stretches
         self._is_recovering = attempt > 0
-        self._open: tuple[str, float] | None = None  # what the main thread is at; "" is a call
+        self._open: tuple[str, float] | None = None  # the current part of the main thread; "" is a call
         self._sums: defaultdict[str, float] = defaultdict(float)  # not written yet
         self._steps: list[int] = []
         self._num_calls, self._num_waited = 0, 0
@@ -108,11 +108,11 @@ class Ledger:
         self._thread.start()
         atexit.register(self._finish)
 
-    # --- what the main thread says ----------------------------------------------------------------
+    # --- the main thread --------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """A stretch of work other than a call. Within another one, or in another thread, it is part of that."""
+        """Marks a stretch of work other than a call. Inside another stretch or in another thread it has no effect."""
         if self._open is not None or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -126,7 +126,7 @@ class Ledger:
             self._queue.put(_Stretch(part, begin, time.perf_counter(), before))
 
     def begin_call(self) -> float:
-        """A call begins: when."""
+        """Begins a call; returns the time."""
         begin = time.perf_counter()
         self._open = "", begin
         return begin
@@ -140,7 +140,7 @@ class Ledger:
         part: str = "",
         divide: Callable[[float, float], Mapping[str, float]] | None = None,
     ) -> None:
-        """Everything of a call has been started, or (`LOST`) it has failed. The arguments are those of `_NotedCall`."""
+        """Notes that a call is fully dispatched, or (`LOST`) has failed. The arguments are fields of `_NotedCall`."""
         before = self._before()
         if not part:
             self._is_recovering, self._gap = False, HOST
@@ -153,25 +153,25 @@ class Ledger:
         self._open = None
 
     def event(self, text: str, *, is_recovering: bool = False) -> None:
-        """Something happened that is worth a line."""
+        """Writes a line about an event."""
         self._queue.put(_Stretch(self._before(), now := time.perf_counter(), now, self._before()))
         self._queue.put((text, now))
         self._is_recovering |= is_recovering
 
     def begin_step(self, step: int) -> None:
-        """A step of the loop begins."""
+        """Begins a step of the loop."""
         self.step = step
 
     def leave_loop(self) -> None:
-        """The steps are over."""
+        """Notes that the loop is over."""
         self.event(LOOP + "is over")
         self.step, self._gap = None, OTHER
 
     def close(self, why: str) -> None:
-        """The process ends now, perhaps by force: writes what is known. What it was at in a call is lost.
+        """Writes the last line: the process ends now, perhaps by force. The time of an unfinished call is lost.
 
         Args:
-          why: for people.
+          why: the reason, for people.
         """
         with self._lock:
             if self._file.closed or os.getpid() != self._pid:
@@ -213,14 +213,14 @@ class Ledger:
                     self._write(item[0])
                 if (now := time.perf_counter()) - self._written_at > self._line_s(now):
                     self._write()
-            del item  # while this waits, nothing is kept alive
+            del item  # keeps no array alive during the wait
 
     def _wait(self, call: _NotedCall) -> None:
         part = call.part
         try:
             for x in call.waits:
                 x.block_until_ready()
-        except Exception:  # whoever reads the result gets the error
+        except Exception:  # the reader of the result gets the error
             part = part if part == RECOVERY else LOST
             self._is_recovering = True
         end = time.perf_counter()
@@ -244,11 +244,11 @@ class Ledger:
                 self._steps.append(call.step)
 
     def _line_s(self, now: float) -> float:
-        """The seconds from one line to the next: a share of the process's life, within bounds."""
+        """Returns the seconds from one line to the next: a share of the process's life, within bounds."""
         return min(_LONG_S, max(_LINE_S, (now - self._begun) / _LINES_AT_FIRST))
 
     def _look(self) -> None:
-        """Nothing has ended for a while: writes what is there, and from time to time what goes on."""
+        """Writes the sums when nothing has ended for a while; adds a long activity before its end."""
         with self._lock:
             open_, now = self._open, time.perf_counter()
             if now - self._at > _LONG_S and (open_ is None or open_[0]):
@@ -261,7 +261,7 @@ class Ledger:
     # --- sums and lines ---------------------------------------------------------------------------
 
     def _add(self, part: str, until: float) -> None:
-        """The time up to `until`, as far as it is not counted yet."""
+        """Adds the time up to `until` that is not counted yet."""
         if until > self._at:
             self._sums[part] += until - self._at
             self._at = until
@@ -283,7 +283,7 @@ class Ledger:
             parts,
             " ".join(text.split()),
         ]
-        with contextlib.suppress(OSError):  # a full disk ends no job
+        with contextlib.suppress(OSError):  # a full disk must not end the job
             self._file.write(" | ".join(fields).rstrip() + "\n")
             self._file.flush()
         self._sums.clear()
@@ -291,13 +291,13 @@ class Ledger:
         self._num_calls, self._written_at = 0, time.perf_counter()
 
 
-_ledgers: dict[str, Ledger | None] = {}  # by folder: the one of this process
+_ledgers: dict[str, Ledger | None] = {}  # the ledger of this process, by folder
 
 
 def of_process(number: Callable[[], int] | None = None) -> Ledger | None:
-    """The ledger of this process, begun by the first who asks with its number; None where no folder is named.
+    """Returns the ledger of this process; None where no folder is named. The first call with a number begins it.
 
-    Where calls are measured for another reason, and no folder is named, it is written nowhere.
+    Without a folder, but where calls are measured to find slow processes, the ledger is not written.
     """
     folder = os.environ.get(VARIABLE) or (os.devnull if pace.VARIABLE in os.environ else "")
     if not folder:
@@ -312,7 +312,7 @@ def _begun(folder: Path, number: int, environment: Mapping[str, str]) -> Ledger 
     try:
         if str(folder) == os.devnull:
             return Ledger(folder, number, attempt)
-        for old in folder.glob(f"rank-{number}.restart-*.{ENDING}") if not attempt else ():  # of an earlier job
+        for old in folder.glob(f"rank-{number}.restart-*.{ENDING}") if not attempt else ():  # files of an earlier job
             old.unlink()
         return Ledger(rank_files.path_of(folder, number, attempt, ENDING), number, attempt, _age_s())
     except OSError as error:
@@ -321,20 +321,20 @@ def _begun(folder: Path, number: int, environment: Mapping[str, str]) -> Ledger 
 
 
 def during(part: str) -> contextlib.AbstractContextManager:
-    """As of the ledger of this process; nothing where there is none."""
+    """Marks a stretch of work in the ledger of this process, if there is one."""
     ledger = of_process()
     return contextlib.nullcontext() if ledger is None else ledger.during(part)
 
 
 def close(why: str) -> None:
-    """The process is ended by force; nothing where there is no ledger."""
+    """Closes the ledger of this process, if there is one, before the process is ended by force."""
     if (ledger := of_process()) is not None:
         ledger.close(why)
 
 
 @functools.cache
 def _age_s() -> float:
-    """How long this process has lived, by the kernel; 0 if it does not say."""
+    """Returns how long this process has lived, by the kernel; 0 if that is not known."""
     with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

@@ -1,11 +1,11 @@
-"""Finds a straggler: a process whose devices compute for much longer than they did, while those of the others do not.
+"""Finds a straggler: a process with devices that compute for much longer than before, while the others' do not.
 
-What is compared are the seconds in which a process's own devices compute in a call of a step (`accounts.py` measures
-them), so a process that waits for a slow one is not slow itself. Groups differ in their work, so each process compares
-itself with its own past: what is *usual* is the median of the earlier samples of as much work: of the same program, and
-where microbatches have several shapes, of as many of each. The work itself may grow, for all alike. So a process is
-slow if each of its last samples took K times its usual, and K times as much more as the others take (by the median over
-these of the median of the last samples of each).
+A sample is the seconds in which a process's own devices compute in a call of a step (`accounts.py` measures them), so a
+process that waits for a slow one is not slow itself. Groups differ in their work, so each process compares itself with
+its own past. Its *usual* time is the median of earlier samples of the same work: the same program, with the same number
+of microbatches of each shape. A ratio is a sample divided by its usual time. The work itself may grow in all processes.
+So a process is slow if each of its last ratios is at least K, and at least K times the others' ratio (the median over
+the others of their median ratio).
 """
 
 import statistics
@@ -15,19 +15,19 @@ from typing import NamedTuple
 
 from scheduler.base.bounded import BoundedDict
 
-# The environment's name of K; the launcher sets it to that of --replace-slow.
+# The environment variable for K; the launcher sets it to the value of --replace-slow.
 VARIABLE = "MPMD_REPLACE_SLOW"
-EVERY = 4  # of the calls of a program in the loop, one in so many is measured
+EVERY = 4  # one in this many calls of a program in the loop is measured
 _NUM_LAST, _LEAST_EARLIER, _MOST_EARLIER = 3, 5, 100
-_MOST_WORKS = 1024  # with samples; four shapes in lists of 16 microbatches make 969
+_MOST_WORKS = 1024  # kinds of work with kept samples; four shapes in lists of 16 microbatches make 969
 
 
 class Pace(NamedTuple):
     """How fast a process is at the moment.
 
     Attributes:
-      usual_s: what its devices usually compute in a call like the last one.
-      ratios: what each of the last samples took, as a multiple of what is usual for it.
+      usual_s: the seconds that its devices usually compute in a call like the last one.
+      ratios: each of the last samples, as a multiple of the usual time for its work.
     """
 
     usual_s: float
@@ -42,13 +42,13 @@ class History:
         self._last: deque[tuple[Hashable, float]] = deque()
 
     def add(self, work: Hashable, seconds: float) -> Pace | None:
-        """One more sample, of this work; None while there are too few of that of the last ones."""
+        """Adds a sample of this work. Returns None while there are too few earlier samples like the last ones."""
         self._last.append((work, seconds))
         if len(self._last) > _NUM_LAST:
             before, sample = self._last.popleft()
             samples = self._earlier.pop(before, None) or deque(maxlen=_MOST_EARLIER)
             samples.append(sample)
-            self._earlier[before] = samples  # behind the others: what has not come for long is forgotten
+            self._earlier[before] = samples  # moves it to the end: the work that is oldest is forgotten first
         usual = [self._usual_s(one) for one, _ in self._last]
         if len(usual) < _NUM_LAST or not all(usual):
             return None
@@ -60,10 +60,10 @@ class History:
 
 
 def straggler(paces: Mapping[int, Pace], factor: float) -> tuple[int, str] | None:
-    """The slowest process and what it takes, if it is slow and the others are not.
+    """Returns the slowest process and its time in words, if it is slow and the others are not.
 
     Args:
-      paces: of all processes that have said theirs, by rank. Where only one has, there is nothing to compare it with.
+      paces: the known paces, by rank. A single one cannot be compared.
       factor: K, above 1.
     """
     if len(paces) < 2:

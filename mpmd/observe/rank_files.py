@@ -6,17 +6,17 @@ from pathlib import Path
 
 
 def attempt_of(environment: Mapping[str, str]) -> int:
-    """How often the launcher has started the job over."""
+    """Returns how often the launcher has restarted the job."""
     return int(environment.get("MPMD_ATTEMPT", "0"))
 
 
 def path_of(where: Path, number: int, attempt: int, ending: str) -> Path:
-    """The file of a process."""
+    """Returns the file of a process."""
     return where / f"rank-{number}{f'.restart-{attempt}' if attempt else ''}.{ending}"
 
 
 def found_in(where: Path, ending: str) -> list[tuple[int, int, Path]]:
-    """Such files of a folder, each with its process and attempt, in this order.
+    """Returns these files of a folder, each with its process and attempt, in this order.
 
     Raises:
       FileNotFoundError: there is no folder.

@@ -1,4 +1,4 @@
-"""What a process notes of a step: when it started each program and transfer, and when the result was there."""
+"""The measured times of a step in one process: when it started each program and transfer, and when the result came."""
 
 import base64
 import json
@@ -24,9 +24,9 @@ class Ran(NamedTuple):
     """A program that ran. Times are in seconds, on the clock of the job.
 
     Attributes:
-      name: of the program.
-      tasks: of a loop, that it computed; none of other work.
-      dispatched, returned: when the process began to start it, and when that was done.
+      name: the name of the program.
+      tasks: the tasks of a loop in it; none for other work.
+      dispatched, returned: when the process began and ended the dispatch.
       start: when the devices could begin: all inputs were there, and the program before had ended.
       ready: when its last input was there.
       by: the transfer that brought this input, if one did.
@@ -47,7 +47,7 @@ class Ran(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its tasks, or the program's name."""
+        """The tasks, or the program's name."""
         return "+".join(map(str, self.tasks)) or self.name
 
 
@@ -56,7 +56,7 @@ class Moved(NamedTuple):
 
     Attributes:
       start: when the sender had it and this process asked for it.
-      microbatch: the one that it belongs to; None outside of loops.
+      microbatch: its microbatch; None outside of loops.
     """
 
     step: int
@@ -73,7 +73,7 @@ class Sent(NamedTuple):
     """A value that left for a group of other processes.
 
     Attributes:
-      at: when it was computed and on offer.
+      at: when it was computed and offered.
     """
 
     step: int
@@ -83,14 +83,14 @@ class Sent(NamedTuple):
 
 
 class RecordedTimes(NamedTuple):
-    """What one process noted."""
+    """The times that one process noted."""
 
     runs: tuple[Ran, ...] = ()
     moves: tuple[Moved, ...] = ()
     sends: tuple[Sent, ...] = ()
 
     def shifted(self, seconds: float) -> "RecordedTimes":
-        """The same on another clock."""
+        """Returns the same times on another clock."""
 
         def later(rows: Sequence[Any], *times: str) -> tuple[Any, ...]:
             return tuple(row._replace(**{name: getattr(row, name) + seconds for name in times}) for row in rows)
@@ -102,12 +102,12 @@ class RecordedTimes(NamedTuple):
         )
 
     def as_text(self) -> str:
-        """Packed, to be sent to other processes."""
+        """Returns the times as packed text, for other processes."""
         return base64.b85encode(zlib.compress(json.dumps(self).encode(), 1)).decode()
 
     @classmethod
     def of_text(cls, text: str) -> "RecordedTimes":
-        """The inverse of `as_text`."""
+        """Returns the times in a text from `as_text`."""
         runs, moves, sends = json.loads(zlib.decompress(base64.b85decode(text)))
         ran = (Ran(*row) for row in runs)
         moved, sent = (Moved(*row) for row in moves), (Sent(*row) for row in sends)
@@ -119,10 +119,10 @@ class RecordedTimes(NamedTuple):
 
 
 def joined(parts: Sequence[RecordedTimes]) -> RecordedTimes:
-    """The rows of all processes in one, ordered by time.
+    """Joins the rows of all processes, ordered by time.
 
-    A transfer starts no sooner than its value was sent, and a value was sent no later than it came: threads note either
-    a little late.
+    Threads note times a little late. So the start of a transfer is moved to the time at which its value was sent, if
+    that is later, and the time at which a value was sent to the time at which it came, if that is earlier.
     """
     sends: dict[tuple[int, Way], float] = {}
     for s in (s for part in parts for s in part.sends):

@@ -1,9 +1,9 @@
-"""Copies of the state to keepers, beside the steps: one version on its way while the one before it is whole.
+"""Copies the state to keepers while steps run: one version is on its way, and the version before it is whole.
 
 After a step the main thread starts the copies from the devices to the host. The devices make them before they begin
-the next step, so that step may have the state's memory. A thread does the rest. It waits until all ranks have kept the
-version before, writes this one over the version before that, and sends it to the other hosts. If the thread is not
-done when the next version is due, the main thread waits for it: all ranks keep the same versions.
+the next step, so that step may reuse the state's memory. A thread does the rest. It waits until all ranks have kept
+version n - 1, writes version n over version n - 2, and sends it to the other hosts. If the thread is not done when the
+next version is due, the main thread waits for it: all ranks keep the same versions.
 """
 
 import dataclasses
@@ -34,33 +34,33 @@ from mpmd.resilience.layout import NUMBER, StateLayout
 from mpmd.resilience.ranks import Ranks
 
 _POLL_S = 0.005
-_CLOSING_S = 2.0  # for the last copy to end where the program ends with an error; it may wait for what never comes
+_CLOSING_S = 2.0  # limit for the last copy where the program ends with an error; it may wait for ranks that never come
 _BREAK_S = 0.5  # the same after a loss
-_PATIENCE_S = 0.2  # after which a wait for others is one that a report shows
+_PATIENCE_S = 0.2  # a longer wait for others is shown in reports
 _SLICE_S = 0.5
-GONE = "gone"  # what a rank publishes that can keep nothing any more
+GONE = "gone"  # published by a rank without a keeper, which can keep no version any more
 _HOST_MEMORY = "pinned_host"
 
 
 class Started(NamedTuple):
-    """What a record is made of: for each piece an array whose copy to the host has been started; numbers by leaf."""
+    """The content of a record: for each piece an array on its way to the host, and the number leaves."""
 
     values: list[jax.Array | np.ndarray]
     numbers: dict[int, float | str]
 
 
 class Copies:
-    """Keeps states.
+    """The copies of this process.
 
     Args:
       ranks: the processes of the job.
-      keepers: connections to those that keep what this process has; that of its own host first, if there is one.
-      about: what all records of this process say of themselves but the step.
-      speaks: this process says what happens to keepers; of a host one does.
-      last: the version that lies whole with the keepers, None if none does.
+      keepers: connections to the keepers of this process's records; the keeper of its own host first, if there is one.
+      about: the fields of all records of this process, without the step.
+      speaks: whether this process reports losses of keepers; one process of each host does.
+      last: the version that the keepers have whole; None if they have none.
 
     Attributes:
-      whole: the last step whose state all processes have kept, as far as this one knows; -1 if there is none.
+      whole: the last step after which all processes have kept the state, as far as this one knows; -1 if there is none.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Copies:
         """Keeps the state after a step; returns as soon as its copies have been started.
 
         Args:
-          signature: that of its leaves, if it is known.
+          signature: the signature of its leaves, if it is known.
         """
         self._wait_until_idle()
         if self._has_ended:
@@ -104,7 +104,7 @@ class Copies:
             self._wait_for_others(self._step)
 
     def close(self) -> None:
-        """Ends the thread. What is kept stays there; after a loss, a copy that is on its way need not be finished."""
+        """Ends the thread. Kept versions stay there. After a loss, a copy on its way may be broken off."""
         is_lost, end = False, time.monotonic() + _CLOSING_S
         while not self._idle.wait(_POLL_S) and time.monotonic() < end:
             if not is_lost and (is_lost := self._has_lost()):
@@ -128,7 +128,7 @@ class Copies:
         if not self._idle.wait(_PATIENCE_S):
             others = [rank for rank in range(self._ranks.num_ranks) if rank != self._ranks.rank]
             with self._ranks.waiting("the copies of the state", others):
-                while not self._idle.wait(_SLICE_S):  # in slices, so that Ctrl-C is heard, and a loss
+                while not self._idle.wait(_SLICE_S):  # in slices, to react to Ctrl-C and losses
                     self._ranks.check()
         if self._error is not None:
             raise self._error
@@ -150,9 +150,9 @@ class Copies:
             self._wait_for_others(self._step)
         if self._has_ended or self._step > self.whole:
             return
-        jax.block_until_ready(taken.values)  # by then, most calls have been compared without any hurry
-        compare_calls()  # what was made of calls that differ must not count
-        audits.settle(known=self._num_found)  # nor what a faulty device has computed
+        jax.block_until_ready(taken.values)  # by then, most calls have been compared anyway
+        compare_calls()  # results of calls that differ must not count
+        audits.settle(known=self._num_found)  # nor results of a faulty device
         about = dict(self._about, step=step)
         below = (self._about["call"], self.whole)
         data, header = None, ""
@@ -182,7 +182,7 @@ class Copies:
         self._ranks.publish(f"{self._about['call']} {step}")
 
     def _give_to(self, address: Address, give: Callable[[Connection], None]) -> None:
-        """Gives a version to a keeper; where it was killed, to its successor, which has none yet."""
+        """Sends a version to a keeper; if the keeper was killed, to its successor, which has no version yet."""
         try:
             give(self._keepers[address])
         except ConnectionError:
@@ -199,9 +199,9 @@ class Copies:
             say(f"the keeper on {address.host} cannot be used any more ({error}): copies go on without it")
 
     def _wait_for_others(self, step: int) -> None:
-        """Returns when all ranks have kept the version of a step, or one of them can keep nothing any more.
+        """Returns when all ranks have kept the version of a step, or one of them cannot keep any version any more.
 
-        Where a rank was lost after that, the next version is kept all the same: it may be the last that is whole.
+        If a rank was lost after it kept that version, the next version is kept anyway: it may be the last whole one.
         """
         wanted = self._about["call"], step
         while True:
@@ -220,7 +220,7 @@ class Copies:
             time.sleep(_POLL_S)
 
     def _end(self, rank: int) -> None:
-        """No version can be whole any more: the last one stays where it is."""
+        """Ends the copies: no later version can be whole. The last whole one stays where it is."""
         if not self._has_ended and self._ranks.rank == 0:
             last = "none is kept" if self.whole < 0 else f"the last whole one is that after step {self.whole}"
             say(f"rank {rank} has no keeper left: no more copies of the state are made; {last}")
@@ -228,20 +228,20 @@ class Copies:
 
 
 def kept(said: Mapping[int, str], rank: int) -> Version:
-    """The version that a rank has kept, by what has been published."""
+    """Returns the version that a rank has published as kept."""
     call, step = map(int, said.get(rank, "-1 -1").split())
     return call, step
 
 
 def say(text: str) -> None:
-    """A line for people."""
+    """Prints a line for people."""
     print(f"mpmd.resilient: {text}", file=sys.stderr, flush=True)
 
 
 def started(leaves: Sequence[Any], layout: StateLayout) -> Started:
-    """Starts the copies of all that this process keeps, and waits for none.
+    """Starts the copies of all pieces that this process keeps. Does not wait for them.
 
-    A copy is one that the device makes, in the order of its programs. So the next one may be given the memory.
+    The device makes a copy in the order of its programs, so the next program may reuse the memory.
     """
     values: list[Any] = [None] * len(layout.pieces)
     data: dict[int, jax.Array] = {}
@@ -273,7 +273,7 @@ def _shard(array: jax.Array, part: Key | None, device: Device | None) -> jax.Arr
 
 
 def _beside(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """The memory of the host beside an array's devices: page-locked, where they have such memory."""
+    """Returns a sharding in host memory at an array's devices: page-locked memory, where they have it."""
     device = next(iter(sharding.device_set))
     has_it = any(memory.kind == _HOST_MEMORY for memory in device.addressable_memories())
     if len(sharding.device_set) == 1:
@@ -282,7 +282,7 @@ def _beside(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 
 
 def written(layout: StateLayout, taken: Started, into: np.ndarray) -> str:
-    """Writes the bytes of all pieces; returns the header of the record, which has their checksums."""
+    """Writes the bytes of all pieces. Returns the header of the record, with their checksums."""
     sums: list[int] = []
     for piece, value in zip(layout.pieces, taken.values, strict=True):
         part = np.asarray(value)

@@ -1,17 +1,16 @@
 """The process that keeps states in memory while the ranks of its host come and go: `python keeper.py`.
 
-The launcher starts one on each host (`--restarts`) and holds its stdin. When that ends, so does the keeper, and with
-it the memory, for states lie in anonymous memory and in no file. Ranks of this host write into that memory themselves:
-a Unix socket hands it to them. Ranks of other hosts send their bytes by TCP. Whoever connects proves that it has the
-job's token. A record counts from its `commit` on.
+The launcher starts one on each host (`--restarts`) and holds its stdin. When stdin ends, the keeper ends. Its memory is
+freed then, because states lie in anonymous memory and not in files. Ranks of this host get that memory through a Unix
+socket and write into it. Ranks of other hosts send their bytes by TCP. A client proves that it has the job's token. A
+record counts from its `commit` on.
 
-What has the memory is a child of this process, for the kernel kills large processes first where memory runs out. Then
-another child takes over the sockets, with empty memory: the next version lies there. All ends with this process.
+A child of this process holds the memory, because the kernel kills large processes first when memory runs out. Then
+another child takes over the sockets, with empty memory for the next version. The child ends with this process.
 
-It also makes a folder for compiled programs, which a process that is started again then loads. The folder goes when the
-keeper ends.
+The keeper also makes a folder for compiled programs, which a restarted process loads, and removes it at its end.
 
-It needs the standard library alone and imports nothing of this package, so that it starts in no time.
+It needs only the standard library and imports nothing of this package, so that it starts quickly.
 """
 
 import argparse
@@ -38,11 +37,11 @@ TOKEN = "MPMD_KEEPER_TOKEN"
 _NONCE = 32
 _LARGEST_MESSAGE = 1 << 30
 _BACKLOG = 1024
-_PROOF_S = 20.0  # in which who connects proves that it has the token
+_PROOF_S = 20.0  # limit for the proof of a client that it has the token
 _PAUSE_S = 0.2
-_MOST_DEATHS, _LONG_S = 3, 60.0  # children in a row that live for less: there is no room for what they are to keep
+_MOST_DEATHS, _LONG_S = 3, 60.0  # after this many children in a row that lived shorter, there is no room for states
 
-Version = tuple[int, int]  # which call of `resilient` in the program, and the step whose result it is
+Version = tuple[int, int]  # the number of the call of `resilient` in the program, and the step that made the state
 
 
 def send(connection: socket.socket, message: Mapping[str, object]) -> None:
@@ -52,7 +51,7 @@ def send(connection: socket.socket, message: Mapping[str, object]) -> None:
 
 
 def receive(connection: socket.socket) -> Message:
-    """The next message.
+    """Returns the next message.
 
     Raises:
       OSError: the connection has ended, or this is no message.
@@ -67,16 +66,16 @@ def receive(connection: socket.socket) -> Message:
 
 
 def ask(connection: socket.socket, what: str, **fields: object) -> Message:
-    """Sends a request and returns the answer, as `answer` does."""
+    """Sends a request and returns the answer. Raises like `answer`."""
     send(connection, {"ask": what, **fields})
     return answer(connection)
 
 
 def answer(connection: socket.socket) -> Message:
-    """The answer to a request.
+    """Returns the answer to a request.
 
     Raises:
-      OSError: it is an error, or none has come.
+      OSError: the answer is an error, or none has come.
     """
     found = receive(connection)
     if "error" in found:
@@ -85,7 +84,7 @@ def answer(connection: socket.socket) -> Message:
 
 
 def exactly(connection: socket.socket, into: Any) -> Any:
-    """Fills a buffer with what comes next, and returns it."""
+    """Fills a buffer with the next bytes, and returns it."""
     view = memoryview(into)
     while view:
         count = connection.recv_into(view)
@@ -96,14 +95,14 @@ def exactly(connection: socket.socket, into: Any) -> Any:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Lets a connection to a host whose cable was cut end, so that what was begun for it is given up."""
+    """Makes a connection fail when the other host is cut off, so that its unfinished records are abandoned."""
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_NODELAY", 1)):
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def proof(token: str, nonce: bytes) -> bytes:
-    """What only who knows the token can answer."""
+    """Returns the answer to a nonce, which requires the token."""
     return hmac.digest(token.encode(), nonce, "sha256")
 
 
@@ -114,20 +113,20 @@ class _Buffer:
         self.nbytes = nbytes
         self.fd = os.memfd_create("jax-mpmd")
         try:
-            os.posix_fallocate(self.fd, 0, max(1, nbytes))  # fails here, not in whoever writes, where there is no room
+            os.posix_fallocate(self.fd, 0, max(1, nbytes))  # without room it fails here, and not in the writer
             self.memory = mmap.mmap(self.fd, max(1, nbytes))
         except BaseException:
             os.close(self.fd)
             raise
 
     def free(self) -> None:
-        with contextlib.suppress(BufferError):  # somebody reads it; it goes with the last reader
+        with contextlib.suppress(BufferError):  # somebody still reads it; the last reader frees it
             self.memory.close()
         os.close(self.fd)
 
 
 class _Record:
-    """What one rank has committed of one version."""
+    """The part of a version that one rank has committed."""
 
     def __init__(self, about: dict[str, int], header: str, buffer: _Buffer):
         self.about, self.header, self.buffer = about, header, buffer
@@ -147,7 +146,7 @@ class Memory:
         self._free: list[_Buffer] = []
 
     def list(self) -> list[dict[str, int]]:
-        """What is known of each record without its header."""
+        """Returns the fields of each record, without its header."""
         with self._lock:
             return [{"number": number, **record.about} for number, record in self._records.items()]
 
@@ -156,7 +155,7 @@ class Memory:
             return self._records[number]
 
     def begin(self, nbytes: int, below: Version) -> _Buffer:
-        """A buffer to write into. Records of versions below `below`, which is whole, are of no use any more."""
+        """Returns a buffer to write into. Drops records of versions below `below`, which is whole."""
         with self._lock:
             self._drop([n for n, record in self._records.items() if record.version < below])
             for buffer in self._free:
@@ -176,12 +175,12 @@ class Memory:
             self._records[self._count] = record
 
     def abandon(self, buffer: _Buffer) -> None:
-        """A buffer whose record is not committed any more."""
+        """Takes back a buffer without a committed record."""
         with self._lock:
             self._free.append(buffer)
 
     def keep(self, attempt: int, version: Version | None) -> None:
-        """Drops all records but those of one version that one attempt has written; None: all."""
+        """Drops all records except the ones of one version and attempt; None drops all."""
         with self._lock:
             wanted = (attempt, version)
             self._drop([n for n, r in self._records.items() if (r.about["attempt"], r.version) != wanted])
@@ -216,7 +215,7 @@ class _Connection:
                     getattr(self, "_on_" + message.pop("ask"))(**message)
                 except (KeyError, MemoryError) as error:
                     send(self._connection, {"error": f"{type(error).__name__}: {error}"})
-        except OSError:  # it has gone
+        except OSError:  # the rank has gone
             pass
         finally:
             for buffer in self._begun.values():
@@ -231,7 +230,7 @@ class _Connection:
         send(self._connection, {})
 
     def _on_end(self, pid: int, started: int, number: int) -> None:
-        """Sends a signal to a process of this host, if it still is the one that began then (in the kernel's ticks)."""
+        """Sends a signal to a process of this host, if the process with this pid has this start (in kernel ticks)."""
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/stat") as file:
                 fields = file.read().rpartition(")")[2].split()
@@ -303,16 +302,16 @@ def _listeners(bind: str, name: str) -> list[socket.socket]:
 
 
 def _keep(listeners: list[socket.socket], token: str, parent: int) -> None:
-    """Keeps what it is given until the pipe of its parent ends."""
+    """Keeps records until the pipe of the parent ends."""
     memory = Memory()
     for listener in listeners:
-        listener.listen(_BACKLOG)  # whoever asks the socket whose it is hears of this process
+        listener.listen(_BACKLOG)  # makes this process the owner of the socket, as its peers see it
         threading.Thread(target=_accept, args=(listener, memory, token), daemon=True).start()
     os.read(parent, 1)
 
 
 def _have_kept(listeners: list[socket.socket], token: str, silence: float | None) -> None:
-    """Has a child keep what it is given, and another one if it was killed; until stdin ends, or is silent for long."""
+    """Runs a child that keeps records, and another one if it was killed, until stdin ends or is silent for long."""
     num_deaths = 0
     while num_deaths < _MOST_DEATHS:
         (end, until_end), (life, lives) = os.pipe(), os.pipe()
@@ -321,7 +320,7 @@ def _have_kept(listeners: list[socket.socket], token: str, silence: float | None
             for fd in (0, until_end, life):
                 os.close(fd)
             _keep(listeners, token, end)
-            os._exit(0)  # the threads have nothing to finish
+            os._exit(0)  # without a wait for the threads
         os.close(end)
         os.close(lives)
         is_over = False
@@ -336,7 +335,7 @@ def _have_kept(listeners: list[socket.socket], token: str, silence: float | None
 
 
 def main() -> None:
-    """Keeps what it is given until stdin ends, or says nothing for longer than it was told to wait."""
+    """Keeps records until stdin ends, or is silent for longer than `--silence`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--bind", default="::", metavar="ADDRESS", help="where to listen (default: everywhere)")
     parser.add_argument(
@@ -348,7 +347,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.makedirs(folder, mode=0o700, exist_ok=True)
     listeners = _listeners(options.bind, name)
-    # At once: the launcher may take the half of a line for all of it.
+    # In one write: the launcher may take half of a line for the whole.
     os.write(sys.stdout.fileno(), f"ready {listeners[1].getsockname()[1]} {name}:{folder}\n".encode())
     try:
         _have_kept(listeners, token, options.silence)

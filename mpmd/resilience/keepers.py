@@ -1,4 +1,4 @@
-"""What a rank says to keepers: connections to that of its host, which shares memory, and to those of others."""
+"""The connections of a rank to keepers: to its host's keeper, which shares memory, and to other hosts' keepers."""
 
 import contextlib
 import mmap
@@ -13,14 +13,14 @@ import numpy as np
 from mpmd.resilience import keeper
 from mpmd.resilience.keeper import Version
 
-# What a keeper is given to answer, or to take the next bytes. One that is stopped holds up the copies for so long.
+# A keeper has this long to answer, or to take the next bytes. A stopped keeper holds up the copies for this time.
 _LIMIT_S = 20.0
 _CHUNK = 4 << 20
-_FRESH_BYTES_PER_S = 2e8  # of memory that the kernel has to clear, at the least
+_FRESH_BYTES_PER_S = 2e8  # the lowest speed at which the kernel clears memory
 
 
 class Address(NamedTuple):
-    """Where a keeper listens: for everybody by `host` and `port`, for its own host by `name`."""
+    """The address of a keeper: `host` and `port` for everybody, `name` for its own host."""
 
     host: str
     port: int
@@ -28,18 +28,18 @@ class Address(NamedTuple):
 
 
 def own(environment: Mapping[str, str], host: str) -> Address | None:
-    """The keeper of this host; None if the launcher has started none."""
+    """Returns the keeper of this host; None if the launcher has started none."""
     port, name, *_ = [*environment.get("MPMD_KEEPER", "").split(":"), ""]
     return Address(host, int(port), name) if name else None
 
 
 class Connection:
-    """A connection to a keeper. Whatever fails is an OSError.
+    """A connection to a keeper. Every failure is an OSError.
 
     Args:
       address: the keeper.
-      token: that of the job.
-      shares_memory: it is the keeper of this host.
+      token: the token of the job.
+      shares_memory: whether it is the keeper of this host.
     """
 
     def __init__(self, address: Address, token: str, *, shares_memory: bool):
@@ -57,26 +57,26 @@ class Connection:
         self._maps: dict[tuple[int, int], np.ndarray] = {}  # by the memory's own identity
 
     def records(self) -> list[dict[str, int]]:
-        """What the keeper has: for each record whose it is, of which version, and its number."""
+        """Returns the keeper's list of records: owner, version and number of each."""
         return keeper.ask(self._socket, "list")["records"]
 
     def keep(self, attempt: int, version: Version | None) -> None:
-        """Drops all records but those of one version; None: all."""
+        """Drops all records except the ones of one version and attempt; None drops all."""
         keeper.ask(self._socket, "keep", attempt=attempt, version=version)
 
     def begin(self, nbytes: int, below: Version) -> tuple[int, np.ndarray]:
-        """Memory of the keeper to write into, with its number. Versions below `below` are dropped."""
+        """Returns memory of the keeper to write into, with its number. Drops versions below `below`."""
         self._socket.settimeout(_LIMIT_S + nbytes / _FRESH_BYTES_PER_S)
         answer = keeper.ask(self._socket, "begin", nbytes=nbytes, below=below)
         self._socket.settimeout(_LIMIT_S)
         return answer["buffer"], self._mapped(nbytes)
 
     def commit(self, buffer: int, about: Mapping[str, int], header: str) -> None:
-        """What was written counts from now on."""
+        """Commits the record in a buffer: it counts from now on."""
         keeper.ask(self._socket, "commit", buffer=buffer, about=about, header=with_sum(header))
 
     def put(self, data: np.ndarray, below: Version, about: Mapping[str, int], header: str) -> None:
-        """Sends what another host's keeper shall have too."""
+        """Sends a record to the keeper of another host."""
         message = {"ask": "put", "nbytes": data.nbytes, "below": below, "about": about, "header": with_sum(header)}
         keeper.send(self._socket, message)
         self._socket.settimeout(_LIMIT_S + data.nbytes / _FRESH_BYTES_PER_S)  # the first bytes wait for memory
@@ -86,7 +86,7 @@ class Connection:
         self._socket.settimeout(_LIMIT_S)
 
     def header(self, number: int) -> str:
-        """The header of a record.
+        """Returns the header of a record.
 
         Raises:
           OSError: it is damaged, or gone.
@@ -97,24 +97,24 @@ class Connection:
         return text[8:]
 
     def read(self, number: int, offset: int, nbytes: int) -> np.ndarray:
-        """Bytes of a record: of this host's keeper its own memory, not a copy."""
+        """Returns bytes of a record. From this host's keeper they are its own memory, not a copy."""
         if self.shares_memory:
             return self._mapped(keeper.ask(self._socket, "map", number=number)["nbytes"])[offset : offset + nbytes]
         keeper.ask(self._socket, "read", number=number, offset=offset, nbytes=nbytes)
         return keeper.exactly(self._socket, np.empty(nbytes, np.uint8))
 
     def end(self, pid: int, started: int, number: int) -> None:
-        """Sends a signal to a process of the keeper's host, which was started then (in the kernel's ticks)."""
+        """Sends a signal to the process of the keeper's host with this pid and start (in the kernel's ticks)."""
         keeper.ask(self._socket, "end", pid=pid, started=started, number=int(number))
 
     def break_off(self) -> None:
-        """Another thread that waits for a keeper on another host, which may be cut off, gets an OSError at once."""
+        """Raises an OSError at once in another thread that waits for a keeper on another host, which may be cut off."""
         if not self.shares_memory:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def again(self) -> "Connection":
-        """A connection to what has taken over from a keeper that was killed; closes this one."""
+        """Closes this connection to a killed keeper; returns a connection to its successor."""
         self.close()
         return Connection(self._address, self._token, shares_memory=self.shares_memory)
 
@@ -123,7 +123,7 @@ class Connection:
         self._maps.clear()
 
     def _mapped(self, nbytes: int) -> np.ndarray:
-        """The memory whose descriptor comes next. It is mapped once, however often it is used again."""
+        """Receives a descriptor and returns its memory, which is mapped once and reused."""
         _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
         if not fds:
             raise ConnectionResetError("the connection has ended")
@@ -138,5 +138,5 @@ class Connection:
 
 
 def with_sum(header: str) -> str:
-    """The header with its checksum in front."""
+    """Returns the header with its checksum in front."""
     return f"{zlib.crc32(header.encode()):08x}{header}"

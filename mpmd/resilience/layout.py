@@ -1,4 +1,4 @@
-"""What is kept of a state, and by whom: each byte of it once, by one of the processes that have it.
+"""Plans which process keeps which part of a state: one of the processes that have a byte keeps it.
 
 A leaf is *shared* if it is an array over the processes: one of the processes that have a box of it keeps that box. All
 other leaves (numpy, numbers, arrays on devices of one process) are each process's own. Planning is pure, and all
@@ -32,10 +32,10 @@ class KeptLeaf:
 
     Attributes:
       name: its path in the tree.
-      kind: `SHARED`, or how each process has its own.
-      shape, dtype: of its data, which for typed keys are integers; dtype by name.
+      kind: `SHARED`, or the kind of each process's own leaf.
+      shape, dtype: the shape and the name of the dtype of its data; the data of typed keys are integers.
       key: the implementation of typed keys, or None.
-      weak: it is an array of JAX of a weak type.
+      weak: whether it is a JAX array of a weak type.
     """
 
     name: str
@@ -47,7 +47,7 @@ class KeptLeaf:
 
     @property
     def text(self) -> str:
-        """Its type, for messages."""
+        """The type of the leaf, for messages."""
         if self.kind == NUMBER:
             return f"a {self.dtype}"
         return f"{'keys of ' if self.key else ''}{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -59,9 +59,9 @@ class KeptPiece:
 
     Attributes:
       leaf: the number of the leaf.
-      box: which part of its data.
-      held: the part that the array has which it is cut from.
-      part, device: that array: the key of an `MpmdArray`'s part (else 0) and the device; None for an own leaf.
+      box: the box in the data of the leaf.
+      held: the box of the array that the piece is cut from.
+      part, device: the key of this array's part in an `MpmdArray` (else 0), and its device; None for an own leaf.
       offset, nbytes: its place in the record.
     """
 
@@ -76,7 +76,7 @@ class KeptPiece:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """What this process keeps of a state: its leaves, its pieces, and the bytes of its record."""
+    """The part of a state that this process keeps: its leaves, its pieces, and the bytes of its record."""
 
     leaves: tuple[KeptLeaf, ...]
     pieces: tuple[KeptPiece, ...]
@@ -84,15 +84,15 @@ class StateLayout:
 
 
 def names_of(tree: object) -> list[str]:
-    """The paths of a tree's leaves, as the user writes them."""
+    """Returns the paths of a tree's leaves, as the user writes them."""
     return ["state" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def describe(name: str, leaf: object) -> KeptLeaf:
-    """A leaf as it is kept.
+    """Describes a leaf as it is kept.
 
     Raises:
-      ValueError: it is nothing that can be kept.
+      ValueError: the leaf cannot be kept.
     """
     if isinstance(leaf, jax.Array):
         is_own = not isinstance(leaf, MpmdArray) and leaf.is_fully_addressable
@@ -111,7 +111,7 @@ def describe(name: str, leaf: object) -> KeptLeaf:
 
 
 def _text_of(dtype: np.dtype) -> str | None:
-    """A type of numpy as text: of bytes in another order, and of strings, as numpy writes it. None if none makes it."""
+    """Returns a text from which numpy makes the dtype: its name, else numpy's code. None if neither does."""
     for text in (dtype.name, dtype.str):
         with contextlib.suppress(TypeError):
             if not dtype.hasobject and jax.numpy.dtype(text) == dtype:
@@ -120,7 +120,7 @@ def _text_of(dtype: np.dtype) -> str | None:
 
 
 def signature(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
-    """Equal for leaves whose layout is the same."""
+    """Returns a key that is equal for leaves with the same layout."""
     return tuple([
         (type(x), x.shape, x.dtype, getattr(x, "weak_type", False),
          x.mpmd_sharding if isinstance(x, MpmdArray) else getattr(x, "sharding", None))
@@ -129,7 +129,7 @@ def signature(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
 
 
 def plan(names: Sequence[str], leaves: Sequence[Any], rank: int) -> StateLayout:
-    """What the process `rank`, which is this one, keeps of a state with these leaves."""
+    """Plans the part of a state with these leaves that this process, `rank`, keeps."""
     kept = tuple([describe(name, leaf) for name, leaf in zip(names, leaves, strict=True)])
     load: dict[int, int] = {}
     pieces: list[KeptPiece] = []
@@ -151,7 +151,7 @@ def plan(names: Sequence[str], leaves: Sequence[Any], rank: int) -> StateLayout:
 
 
 def owners(sharding: Sharding, shape: tuple[int, ...], itemsize: int, load: dict[int, int]) -> dict[Box, int]:
-    """The process that keeps each box of an array: of those that have it the one with the fewest bytes so far.
+    """Returns the process that keeps each box of an array: among those with the box, the one with the fewest bytes.
 
     Args:
       load: the bytes of each process so far; these are added to it.
@@ -166,7 +166,7 @@ def owners(sharding: Sharding, shape: tuple[int, ...], itemsize: int, load: dict
 def shared_boxes(
     sharding: Sharding, shape: tuple[int, ...], itemsize: int, rank: int, load: dict[int, int]
 ) -> list[tuple[Box, Box, Key, Device]]:
-    """The boxes of a shared leaf that this process keeps: each with its shard, that one's part and its device."""
+    """Returns the boxes of a shared leaf that this process keeps, each with its shard, the shard's part and device."""
     mine = [box for box, owner in owners(sharding, shape, itemsize, load).items() if owner == rank]
     shards = [
         (held, part, device)
@@ -174,7 +174,7 @@ def shared_boxes(
         for device, held in boxes.items()
         if is_local(device)
     ]
-    given = [0] * len(shards)  # by each, so that the devices share the work
+    given = [0] * len(shards)  # elements from each shard, so that the devices share the work
     found: list[tuple[Box, Box, Key, Device]] = []
     for box in mine:
         index = min((i for i, shard in enumerate(shards) if box in shard[0]), key=lambda i: given[i])
@@ -184,9 +184,9 @@ def shared_boxes(
 
 
 def misfit(kept: Sequence[KeptLeaf], given: Sequence[KeptLeaf]) -> str:
-    """The first difference between a state that was kept and the given one, in words; empty if they fit.
+    """Returns the first difference between a kept state and the given one, in words; empty if they fit.
 
-    A number and an array of that shape fit: a step makes the one of the other.
+    A number and an array with one element fit: a step may turn a number into an array.
     """
     theirs, ours = [leaf.name for leaf in kept], [leaf.name for leaf in given]
     if more := sorted(set(theirs) - set(ours)):

@@ -1,4 +1,4 @@
-"""`mpmd.resilient`: a loop over steps that goes on after the loss of processes, with the same bits."""
+"""`mpmd.resilient`: a loop over steps that continues after the loss of processes, with the same bits."""
 
 import collections
 import contextlib
@@ -31,7 +31,7 @@ from mpmd.resilience.restoring import LostError, Reading
 from mpmd.resilience.versions import Version
 
 _POLL_S = 0.02
-# Losses of one rank, without a newer state between them, after which all start over.
+# After more losses than this of one rank, without a newer state between them, the job starts over.
 _MOST_LOSSES = 3
 _calls = 0
 _is_running = False
@@ -47,38 +47,38 @@ def resilient(
     every: int = 1,
     start: int = 0,
 ) -> PyTree:
-    """Calls `body` for each step, and goes on after the loss of processes with the bits of a run that lost none.
+    """Calls `body` for each step, and continues after the loss of processes with the bits of a run without losses.
 
     Under `scripts/launch_multihost.sh --restarts R` each process keeps its part of the state after each step in the
     memory of its host and of `copies` other hosts. When a process is killed, the launcher starts another one in its
-    place, which comes here with a state of the same tree, and the others wait for it. Where that cannot be, and after
-    an error, it starts all over. The newest state that is whole is then put back into the layout of the given one,
-    also on fewer hosts or in other groups, and the loop goes on with the step after it. Where no whole state is left,
-    the loop begins at `start` with the given state, and says in one line what was lost.
+    place. The new process calls `resilient` with a state of the same tree, and the others wait for it. If that is not
+    possible, or after an error, the launcher restarts the whole job. Then the newest whole state is restored into the
+    layout of the given one, also on fewer hosts or in other groups, and the loop continues with the next step. If no
+    whole state is left, the loop begins at `start` with the given state, and prints one line about the loss.
 
     A process that gets SIGTERM finishes its step, waits until its state is kept, and ends; nothing is computed
-    twice. Everywhere else this is the plain loop. docs/resilience.md says what survives what.
+    twice. Without that launcher option this is the plain loop. docs/resilience.md lists the failures that it survives.
 
     It costs host memory for two states, and the time in which copies hold up a step; a copy is sent while the next
     step runs.
 
     Args:
-      body: `body(i, state)` returns the next state, or `(state, metrics)`; metrics are not looked at. It calls steps of
-        `mpmd.jit`, and all that it computes follows from `i` and `state` alone. All processes call it alike.
-      state: a pytree of arrays, numbers and strings. The tree, shapes and dtypes are those of each later state.
-        The `MpmdArray`s of a state that is put back replace those given here, whose memory is used up.
+      body: `body(i, state)` returns the next state, or `(state, metrics)`; metrics are ignored. It calls steps of
+        `mpmd.jit`, and its results depend only on `i` and `state`. All processes make the same calls in it.
+      state: a pytree of arrays, numbers and strings. Each later state has the same tree, shapes and dtypes.
+        When a state is restored, its `MpmdArray`s replace the given ones and use up their memory.
       num_steps: where the loop ends.
       copies: how many other hosts keep each part too.
-      every: keeps the state after each so many steps, and after the last one.
-      start: the first step, for a state that was restored from a checkpoint. A process in the place of a lost one may
-        have another one, for it may find a newer checkpoint.
+      every: keeps the state after every so many steps, and after the last one.
+      start: the first step, for a state that was restored from a checkpoint. A process that replaces a lost one may
+        pass another `start`, because it may find a newer checkpoint.
 
     Returns:
       The state after the last step.
 
     Raises:
       ValueError: an argument is wrong or differs between processes, or `body` returned another tree, shape or dtype.
-      CorruptionError: an audited step (`audit_every` of `mpmd.jit`) has found a device that computes wrong, and no
+      CorruptionError: an audited step (`audit_every` of `mpmd.jit`) has found a device with wrong results, and no
         spare can take its place.
 
     Examples:
@@ -114,7 +114,7 @@ def _loop(
     is_new, losses = job.is_apart, _Losses()
     is_used_up = is_new
     if call:
-        job.bind()  # who takes a place comes to the first loop
+        job.bind()  # a replacement would come to the first loop
     with job.going_on():
         while True:
             try:
@@ -136,10 +136,10 @@ def _loop(
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Around a loop.
+    """Surrounds a loop.
 
     Raises:
-      ValueError: this process is in one.
+      ValueError: this process is already in a loop.
     """
     global _is_running
     if _is_running:
@@ -155,22 +155,22 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 class _Losses:
-    """How often each rank was lost since the loop has got further."""
+    """The number of losses of each rank since the loop last made progress."""
 
     def __init__(self):
         self._newest, self._counts = -1, collections.Counter[int]()
 
     def goes_on_after(self, step: int) -> None:
-        """The loop goes on with the state after this step."""
+        """Notes that the loop continues with the state after this step."""
         if step > self._newest:
             self._newest = step
             self._counts.clear()
 
     def note(self, ranks: Sequence[int]) -> None:
-        """These were lost.
+        """Counts the loss of some ranks.
 
         Raises:
-          HangError: the next process is likely to be lost there too.
+          HangError: a rank was lost too often, so its next process is likely to be lost too.
         """
         self._counts.update(ranks)
         (rank, count), *_ = self._counts.most_common(1)
@@ -192,7 +192,7 @@ def _attempt(
     is_new: bool = False,
     losses: _Losses | None = None,
 ) -> PyTree:
-    """The loop from the newest whole state on, until its end or the loss of a rank."""
+    """Runs the loop from the newest whole state on, until its end or the loss of a rank."""
     given = _Given(names, state)
     if own is not None:
         own = own._replace(host=ranks.address)
@@ -204,7 +204,7 @@ def _attempt(
     with ledger.during(ledger.OTHER):
         version = meeting.newest_readable(names, state, start, num_steps)
     if version is None:
-        state = jax.tree.map(lambda leaf: leaf, state)  # `body` may change the tree: the given one says where leaves go
+        state = jax.tree.map(lambda leaf: leaf, state)  # `body` may change the tree, and the given one is needed later
     else:
         state, last = version
         first, begins = last + 1, f"goes on after step {last}, from memory"
@@ -235,7 +235,7 @@ def _attempt(
 
 @contextlib.contextmanager
 def _accounted(begins: str) -> Iterator[Callable[[int], None]]:
-    """Around the loop: the ledger hears how it begins; gives what tells it that a step begins."""
+    """Surrounds the loop: writes into the ledger how it begins; yields a function that notes the begin of a step."""
     if (account := ledger.of_process(jax.process_index)) is None:
         yield lambda step: None
         return
@@ -245,7 +245,7 @@ def _accounted(begins: str) -> Iterator[Callable[[int], None]]:
 
 
 def _speaks(job: Job) -> bool:
-    """Whether this process is the first of those that were not lost."""
+    """Returns whether this process is the first of the ranks that were not lost."""
     return job.rank == min(set(range(job.num_ranks)).difference(taken.rank for taken in job.lost), default=-1)
 
 
@@ -263,7 +263,7 @@ def _say_lost(job: Job) -> None:
 
 
 def _checked(body: object, names: Sequence[str], state: object, *numbers: int) -> list[int]:
-    """The numbers, as those of Python.
+    """Returns the numbers as Python integers.
 
     Raises:
       ValueError: an argument is wrong.
@@ -286,11 +286,11 @@ def _checked(body: object, names: Sequence[str], state: object, *numbers: int) -
     return list(map(operator.index, numbers))
 
 
-_NUMBERS = {"num_steps": 0, "copies": 0, "every": 1, "start": 0}  # with the least that each may be
+_NUMBERS = {"num_steps": 0, "copies": 0, "every": 1, "start": 0}  # the smallest value of each
 
 
 class _Given:
-    """The state that a loop begins with, which each later one must be like."""
+    """The given state of a loop. Each later state must have the same tree, shapes and dtypes."""
 
     def __init__(self, names: Sequence[str], state: PyTree):
         self._names = names
@@ -301,10 +301,10 @@ class _Given:
         self.signature: tuple | None = None  # of the newest state
 
     def next(self, result: PyTree, step: int) -> PyTree:
-        """The state that `body` returned.
+        """Returns the state in the result of `body`.
 
         Raises:
-          ValueError: it returned something else.
+          ValueError: the result has no such state.
         """
         is_pair = isinstance(result, tuple) and len(result) == 2
         state = result[0] if is_pair and _structure(result[0]) == self._structure else result
@@ -329,12 +329,12 @@ class _Given:
 
 
 def _as_put_back(leaf: object) -> object:
-    """A numpy array lies in memory as one that is put back does: numpy adds in the order of memory."""
+    """Gives a numpy array the memory layout of a restored one: numpy adds in the order of memory."""
     return np.require(leaf, requirements=["C", "A"]) if type(leaf) is np.ndarray else leaf
 
 
 def _structure(tree: PyTree) -> TreeDef | str:
-    """The structure of a tree; of what is none, such as a dict of numbers and texts, why."""
+    """Returns the structure of a tree. For a value that is no tree (a dict with numbers and texts as keys): why."""
     try:
         return jax.tree.structure(tree)
     except ValueError as error:
@@ -342,19 +342,19 @@ def _structure(tree: PyTree) -> TreeDef | str:
 
 
 class _Meeting:
-    """What the processes find out together before they begin: where keepers are, and what lies with them.
+    """The exchange of all processes before they begin: the keepers and their records.
 
     Args:
       ranks: the processes.
       own: the keeper of this host, if there is one.
-      call: which call of `resilient` in the program this is.
+      call: the number of this call of `resilient` in the program.
       numbers: arguments that are the same in all processes.
-      is_used_up: the loop has begun with the given state, or it cannot be read since this process was a spare.
-      is_new: this process was a spare. It may have found a later checkpoint, and begin with another step.
-      leaves: of the given state, in words that are the same in all processes.
+      is_used_up: the loop has begun with the given state, or this process was a spare and cannot read the state.
+      is_new: this process was a spare. It may have found a later checkpoint, and pass another `start`.
+      leaves: the leaves of the given state, in words that are the same in all processes.
 
     Attributes:
-      numbers: those of all.
+      numbers: the agreed arguments.
     """
 
     def __init__(
@@ -401,7 +401,7 @@ class _Meeting:
     def newest_readable(
         self, names: Sequence[str], state: PyTree, start: int, num_steps: int
     ) -> tuple[PyTree, int] | None:
-        """The newest state that all processes can read, in the layout of `state`, and the step whose result it is."""
+        """Returns the newest state that all processes can read, in the layout of `state`, and the step that made it."""
         leaves, structure = jax.tree.flatten(state)
         whys: list[str] = []
         for version in versions.whole(self._stored, self._call):
@@ -435,7 +435,7 @@ class _Meeting:
         return None
 
     def copies(self, copies: int, last: int | None) -> Copies | None:
-        """What keeps the states of this process from here on; None where there is no keeper."""
+        """Returns the copies of this process from here on; None where there is no keeper."""
         if self._without or not self._keeper_of:
             where = "" if not self._keeper_of else f" on the host of rank {self._without[0]}"
             self._say(
@@ -452,7 +452,7 @@ class _Meeting:
         rank = self._ranks.rank
         mine = self._keeper_of.get(rank)
         speaks = rank == min(other for other in range(self._ranks.num_ranks) if self._keeper_of.get(other) == mine)
-        if mine is None or self._connection is None:  # that of its host was lost: another one has all that it keeps
+        if mine is None or self._connection is None:  # its host's keeper was lost: another host keeps all records
             connections, buddies = {}, [self._hosts[rank % len(self._hosts)]]
         else:
             connections, others = {mine: self._connection}, versions.buddies(self._hosts, mine, len(self._hosts))
@@ -469,7 +469,7 @@ class _Meeting:
         return Copies(self._ranks, connections, about, speaks, last)
 
     def _connected(self, own: Address) -> tuple[Connection | None, list[dict[str, int]]]:
-        """A connection to the keeper of this host, and what it has; None if it is gone."""
+        """Returns a connection to the keeper of this host (None if it is gone), and the keeper's records."""
         try:
             connection = self._connect(own)
             return connection, connection.records()
@@ -482,7 +482,7 @@ class _Meeting:
         return Connection(address, self._token, shares_memory=is_own)
 
     def _end(self, board: Board, number: int) -> None:
-        """Has the keeper of its host kill the process of a rank, by this signal."""
+        """Makes the keeper of a rank's host kill the rank's process by this signal."""
         if (address := self._keeper_of.get(board.rank)) is None:
             raise OSError("there is none any more")
         connection = self._connect(address)
@@ -490,7 +490,7 @@ class _Meeting:
         connection.close()
 
     def _wait_until_kept(self) -> bool:
-        """Returns when one more state is whole, and steps are to come; False if that will not be."""
+        """Returns True when one more state is whole and steps are to come; False if that will not happen."""
         before = newest = None
         try:
             while newest == before:
@@ -499,7 +499,7 @@ class _Meeting:
                     return False
                 newest = min(kept(said, rank) for rank in range(self._ranks.num_ranks))
                 before = before or newest
-                if newest is not None and newest[1] >= self._last:  # none will be newer
+                if newest is not None and newest[1] >= self._last:  # the last state is whole
                     return False
                 self._ranks.check()
                 time.sleep(_POLL_S)
@@ -508,7 +508,7 @@ class _Meeting:
         return newest is not None and newest[1] < self._last
 
     def _settle(self, version: Version | None) -> None:
-        """All have read what they wanted: keepers forget everything else."""
+        """Makes keepers drop all other versions, and waits until all processes have read the state."""
         if self._connection is not None:
             wanted = None if version is None else (self._call, version.step)
             with contextlib.suppress(OSError):

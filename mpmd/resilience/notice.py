@@ -1,4 +1,4 @@
-"""Notice that this process shall end: SIGTERM, while a state is kept."""
+"""The notice that this process has to end: SIGTERM, while its state is kept."""
 
 import contextlib
 import os
@@ -9,10 +9,10 @@ from mpmd.job import interrupts
 
 
 class Notice:
-    """Whether this process has been told to end, by somebody who lets it finish its step.
+    """The notice of a SIGTERM whose sender lets this process finish its step.
 
     Args:
-      environment: that of the process. The launcher leaves a file where it ends ranks that have nothing to finish.
+      environment: the environment of the process. The launcher makes a file when it ends ranks without delay.
     """
 
     def __init__(self, environment: Mapping[str, str]):
@@ -22,7 +22,7 @@ class Notice:
 
     @contextlib.contextmanager
     def heeded(self) -> Iterator[None]:
-        """While it lasts, SIGTERM sets `came` and does nothing else; from the launcher it ends the process as ever."""
+        """Lets SIGTERM only set `came` while the context lasts. A SIGTERM of the launcher ends the process as ever."""
         with interrupts.listening(self._note):
             yield
 

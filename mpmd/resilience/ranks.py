@@ -1,4 +1,4 @@
-"""The processes of a job, as its copies need them: what all say at the start, and which version each has kept."""
+"""The processes of a job, for its copies: what they exchange at the start, and the version that each has kept."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,38 +18,38 @@ class JobRanks:
         self._job, self._epoch, self._folder = job, job.epoch, f"{_FOLDER}{job.epoch}/"
 
     def exchange(self, what: str, text: str) -> dict[int, str]:
-        """What each says here; returns when all have."""
+        """Exchanges texts among all processes; returns the text of each."""
         return self._job.exchange(what, text, range(self.num_ranks), ", which every process must call")
 
     def publish(self, kept: str) -> None:
-        """Says which version this process has kept."""
+        """Publishes the version that this process has kept."""
         self._job.store.key_value_set(f"{self._folder}{self.rank}", kept, allow_overwrite=True)
 
     def published(self) -> dict[int, str]:
-        """What each has published last."""
+        """Returns the last version that each process has published."""
         return {int(key.rsplit("/", 1)[1]): text for key, text in self._job.store.key_value_dir_get(self._folder)}
 
     def calls_until_now(self) -> Callable[[], None]:
-        """What returns when all that they have called together up to now has been compared; for any thread."""
+        """Returns a function for any thread, which waits until the common calls up to now have been compared."""
         return self._job.calls.until_now()
 
     def waiting(self, what: str, ranks: Sequence[int]) -> AbstractContextManager:
-        """While this process waits for others, for the report when they do not come."""
+        """Marks a wait for others, for the report when they do not come."""
         return self._job.activity.during("agreeing", what, ranks)
 
     def check(self) -> None:
-        """Raises where a rank was lost whose place is taken."""
+        """Raises if a rank was lost and is replaced."""
         self._job.check()
         if self._job.epoch != self._epoch:
             raise RankLostError("mpmd: a rank was lost, and the processes have gone on since")
 
     def end_by(self, end: Callable[[Board, int], None], wait_until_kept: Callable[[], bool]) -> None:
-        """Says how a signal ends a rank's process, for a spare to take its place, and when that of a slow rank may."""
+        """Registers how to end a rank's process by a signal, for a spare to replace it, and how to wait before that."""
         self._job.end_process, self._job.wait_until_kept = end, wait_until_kept
 
 
 class OnlyRank:
-    """A process that is alone under the launcher, as `JobRanks`."""
+    """The counterpart of `JobRanks` for a process that is alone under the launcher."""
 
     rank, num_ranks, address = 0, 1, "127.0.0.1"
 

@@ -1,8 +1,8 @@
-"""Puts a state back from the memory of keepers, into the layout of the state that is given.
+"""Restores a state from the memory of keepers, into the layout of the given state.
 
-Each process reads the boxes that its devices want, from the keeper of its own host where that has them, and checks the
-sum of each piece that it reads. The given state is used up only when all processes have all bytes on their hosts.
-Until then another copy, another version or the given state can be taken.
+Each process reads the boxes that its devices need, if possible from the keeper of its own host, and verifies the
+checksum of each piece. The given state is used up only when all processes have all bytes on their hosts. Until then
+another copy, another version or the given state can be used.
 """
 
 import collections
@@ -33,11 +33,11 @@ _NUMBERS = {"bool": bool, "int": int, "float": float, "str": str}
 
 
 class LostError(Exception):
-    """A version cannot be read: what is lost or does not fit, in words."""
+    """An error for a version that cannot be read; its text is the part that is lost or does not fit."""
 
 
 class _Entry(NamedTuple):
-    """A piece of a record: which box of a leaf, and where its bytes lie."""
+    """A piece of a record: its box in a leaf, and the place of its bytes."""
 
     box: Box
     offset: int
@@ -47,15 +47,15 @@ class _Entry(NamedTuple):
 
 
 class Reading:
-    """A version, as this process reads it.
+    """The reading of a version by this process.
 
     Args:
-      version: which one.
-      rank, num_ranks: this process, and how many there are now.
+      version: the version.
+      rank, num_ranks: the number of this process, and how many there are now.
       connect: makes a connection to a keeper.
 
     Attributes:
-      leaves: the leaves as they were kept; those that are each process's own as this one had them.
+      leaves: the leaves as they were kept. For each process's own leaves: as this process had them.
     """
 
     def __init__(self, version: Version, rank: int, num_ranks: int, connect: Callable[[Address], Connection]):
@@ -68,10 +68,10 @@ class Reading:
         self.leaves: list[KeptLeaf] = []
 
     def load(self, names: Sequence[str], given: Sequence[Any]) -> list[dict[Box | None, Any]]:
-        """Reads all that this process wants of a state, for each leaf: the value of each box, or under None the leaf.
+        """Reads this process's part of a state: for each leaf the values by box, or a number under None.
 
         Raises:
-          LostError: the version does not fit the given state, or some of it is in no copy any more.
+          LostError: the version does not fit the given state, or a part of it is in no copy any more.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(lambda: [connection.close() for connection in self._connections.values()])
@@ -102,7 +102,7 @@ class Reading:
         return {box: self._box(number, box, dtype, entries, pieces) for box in wanted(given, about)}
 
     def _owner_of_own(self, number: int) -> int:
-        """The rank whose value of an own leaf this process takes: its own, or anyone's where all have the same."""
+        """Returns the rank that provides an own leaf: the same rank, or any rank if all have the same value."""
         if self._num_ranks == len(self._version.records):
             return self._rank
         values = {(leaves[number], repr(n.get(number))) for leaves, n in zip(self._kept, self._numbers, strict=True)}
@@ -117,7 +117,7 @@ class Reading:
     def _box(
         self, number: int, box: Box, dtype: np.dtype, entries: Sequence[_Entry], pieces: dict[_Entry, np.ndarray]
     ) -> np.ndarray:
-        """The values of a box, put together from the pieces that have some of it."""
+        """Returns the values of a box, assembled from all pieces that overlap it."""
         value = np.empty(box.shape, dtype)
         missing = box.size
         for entry in entries:
@@ -135,17 +135,17 @@ class Reading:
         return value
 
     def _first(self, copies: Sequence[Stored], what: str, read: Callable[[Stored], T]) -> T:
-        """What the first copy says that can be read, that of this host first."""
+        """Reads from the first copy that can be read; tries a copy on this host first."""
         errors: list[str] = []
         for copy in sorted(copies, key=lambda copy: not self._connection(copy.keeper, errors)):
             with _noting(errors):
                 return read(copy)
             if (connection := self._connections.pop(copy.keeper, None)) is not None:
-                connection.close()  # what it was asked may still come
+                connection.close()  # the answer to the failed request may still come
         raise LostError(f"{what} can be read from none of {len(copies)} copies ({'; '.join(errors)})")
 
     def _connection(self, address: Address, errors: list[str]) -> bool:
-        """Opens a connection to a keeper, and says whether it is that of this host."""
+        """Opens a connection to a keeper; returns whether it is the keeper of this host."""
         with _noting(errors):
             if address not in self._connections:
                 self._connections[address] = self._connect(address)
@@ -171,7 +171,7 @@ def _noting(errors: list[str]) -> Iterator[None]:
 
 
 def wanted(given: object, about: KeptLeaf) -> list[Box]:
-    """The boxes of a leaf's data that this process needs, to have it where the given leaf is."""
+    """Returns the boxes of a leaf's data that this process needs for the layout of the given leaf."""
     if about.kind == NUMPY or not _is_placed(given):
         return [Box.whole(about.shape)]
     placed = given.mpmd_sharding if isinstance(given, MpmdArray) else given.sharding
@@ -184,7 +184,7 @@ def _is_placed(given: object) -> TypeGuard[jax.Array]:
 
 
 def put(given: Any, about: KeptLeaf, data: Mapping[Box | None, Any]) -> Any:
-    """The leaf that was kept, where the given one is; that one's memory is used up."""
+    """Returns the kept leaf in the layout of the given one, and uses up the given leaf's memory."""
     if about.kind == NUMBER:
         return _NUMBERS[about.dtype](data[None])
     if about.kind == NUMPY:
@@ -202,7 +202,7 @@ def put(given: Any, about: KeptLeaf, data: Mapping[Box | None, Any]) -> Any:
 
 
 def assembled(sharding: jax.sharding.Sharding, about: KeptLeaf, data: Mapping[Box | None, np.ndarray]) -> jax.Array:
-    """The array of a sharding whose boxes are given, those of this process."""
+    """Returns the array with a sharding from this process's boxes."""
     dtype: Any = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
 
     def array(sharding: jax.sharding.Sharding, shape: tuple[int, ...], offset: Sequence[int]) -> jax.Array:

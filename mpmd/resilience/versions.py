@@ -1,7 +1,7 @@
-"""Which copies make up a whole state, and on which hosts copies lie: pure functions of what keepers have.
+"""Finds the copies that make up a whole state, and the hosts for copies: pure functions of the keepers' lists.
 
-A *record* is what one rank has kept of the state after one step. A *version* is whole when some keeper has the record
-of each rank that the job had then.
+A *record* is one rank's kept part of the state after one step. A *version* is whole when keepers have the records of
+all ranks that the job had then.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,14 +11,14 @@ from mpmd.resilience.keepers import Address
 
 
 class Stored(NamedTuple):
-    """One record, and where it lies.
+    """One record, and its place.
 
     Attributes:
-      attempt: how often the launcher had started the job over; a version is of one attempt.
-      call: which call of `resilient` in the program.
-      step: the step whose result it is a part of.
-      owner, num_ranks: the rank that has kept it, of how many.
-      keeper, number: where it is.
+      attempt: how often the launcher had restarted the job; all records of a version have the same attempt.
+      call: the number of the call of `resilient` in the program.
+      step: the record is a part of the result of this step.
+      owner, num_ranks: the rank that has kept it, and the number of ranks at that time.
+      keeper, number: the keeper that has it, and its number there.
     """
 
     attempt: int
@@ -43,12 +43,12 @@ class Version(NamedTuple):
 
 
 def stored(answers: Mapping[Address, Iterable[Mapping[str, int]]]) -> list[Stored]:
-    """The records that keepers have, as they list them."""
+    """Returns the records in the keepers' lists."""
     return [Stored(**record, keeper=address) for address, records in answers.items() for record in records]
 
 
 def whole(records: Iterable[Stored], call: int) -> list[Version]:
-    """The whole versions of one call, the newest first."""
+    """Returns the whole versions of one call, the newest first."""
     found: dict[tuple[int, int], list[list[Stored]]] = {}
     for record in records:
         if record.call == call:
@@ -62,7 +62,7 @@ def whole(records: Iterable[Stored], call: int) -> list[Version]:
 
 
 def lost_text(records: Iterable[Stored], call: int) -> str:
-    """Why no version is whole, in words."""
+    """Returns why no version is whole, in words."""
     mine = [record for record in records if record.call == call]
     if not mine:
         return "no keeper has a copy" + ("" if not any(records) else " of this loop")
@@ -74,9 +74,10 @@ def lost_text(records: Iterable[Stored], call: int) -> str:
 
 
 def buddies(hosts: Sequence[Address], own: Address, copies: int) -> list[Address]:
-    """The keepers of the hosts that keep another copy of what `own` keeps: those that follow it in a ring.
+    """Returns the keepers that keep another copy of the records of `own`: the next ones in a ring of hosts.
 
-    A machine that the launcher was given under two names has two keepers, and is lost with both.
+    A machine with two names on the launcher's command line has two keepers, which would be lost together. So keepers
+    on the same host as `own` do not count.
     """
     first = hosts.index(own)
     return [host for host in (*hosts[first + 1 :], *hosts[:first]) if host.host != own.host][:copies]
