@@ -1,7 +1,7 @@
-"""JaxPP's public names on top of ours: `import mpmd.jaxpp as jaxpp` in place of `import jaxpp.api as jaxpp`.
+"""JaxPP's public names on top of this library: `import mpmd.jaxpp as jaxpp` instead of `import jaxpp.api as jaxpp`.
 
-Translations alone: what they call is `mpmd.jit`, `mpmd.treduce`, `reshard` and `scheduler`, and what they return is
-theirs.
+The functions only translate arguments for `mpmd.jit`, `mpmd.treduce`, `reshard` and `scheduler`, and return the results
+of these.
 """
 
 from mpmd.jaxpp.places import JaxppMesh as MpmdMesh
@@ -34,7 +34,7 @@ from mpmd.jaxpp.schedules import (
     TaskType,
     ZeroBubble,
 )
-from mpmd.jaxpp.steps import (  # noqa: F401  they say what to write instead
+from mpmd.jaxpp.steps import (  # noqa: F401  some raise with advice on what to write instead
     ArrayRef,
     LoopOutput,
     RemoteMpmdMesh,

@@ -1,4 +1,4 @@
-"""`from mpmd.jaxpp.experimental import mpmd`, in place of `from jaxpp.experimental import mpmd`."""
+"""`from mpmd.jaxpp.experimental import mpmd`, instead of `from jaxpp.experimental import mpmd`."""
 
 from mpmd.jaxpp import tasks as mpmd
 

@@ -22,7 +22,7 @@ from mpmd.pytrees import PyTree
 
 
 class JaxppMesh(MpmdMesh):
-    """`mpmd.MpmdMesh` with the names that JaxPP's has besides. `with mesh:` does nothing."""
+    """`mpmd.MpmdMesh` with the additional names of JaxPP's mesh. `with mesh:` does nothing."""
 
     def __enter__(self) -> "JaxppMesh":
         return self
@@ -43,7 +43,7 @@ class JaxppMesh(MpmdMesh):
 
     @functools.cached_property
     def device_coords(self) -> Mapping[Device, tuple[int, ...]]:
-        """Where each device stands in the mesh."""
+        """The coordinates of each device in the mesh."""
         return {device: index for index, device in np.ndenumerate(self._devices)}
 
     @functools.cached_property
@@ -53,11 +53,11 @@ class JaxppMesh(MpmdMesh):
 
     @property
     def mpmd_idx_for_mesh(self) -> Mapping[Mesh, int]:
-        """The group that has this mesh."""
+        """The group of each group's mesh."""
         return {mesh: group for group, mesh in enumerate(self.groups)}
 
     def mpmd_indices_for_mesh(self, mesh: Mesh) -> tuple[int, ...] | None:
-        """The groups that a mesh consists of, in its order; None if it is not made of whole groups."""
+        """Returns the groups that a mesh consists of, in its order; None if it does not consist of whole groups."""
         if self.mpmd_axis_name not in mesh.axis_names or not set(mesh.devices.flat) <= set(self._devices.flat):
             return None
         axis = mesh.axis_names.index(self.mpmd_axis_name)
@@ -70,20 +70,20 @@ class JaxppMesh(MpmdMesh):
         return list(self.groups)
 
     def lowering_mesh(self) -> Mesh:
-        """The mesh of this process's group; where a process has several, that of the first group."""
+        """Returns the mesh of this process's group; if the process has several groups, the mesh of group 0."""
         return self.groups[self.local_groups[0] if len(self.local_groups) == 1 else 0]
 
     def mpmd_submesh(  # pyright: ignore[reportIncompatibleMethodOverride]  the argument has another name
         self, mpmd_indices: Iterable[int]
     ) -> "JaxppMesh":
-        """Some of the groups, in that order."""
+        """Returns a mesh of some groups, in this order."""
         found = super().mpmd_submesh(mpmd_indices)
         assert found.jax_mesh is not None and found.mpmd_axis_name is not None
         return JaxppMesh(found.jax_mesh, found.mpmd_axis_name)
 
 
 class _Ours(type):
-    """Makes a class a name for another one, which its calls make and `isinstance` looks for."""
+    """Makes a class an alias of another class `of`, for calls and for `isinstance`."""
 
     of: type
 
@@ -92,7 +92,7 @@ class _Ours(type):
 
 
 class JaxppSharding(metaclass=_Ours):
-    """`mpmd.MpmdSharding` of whole arrays: a spec that names the mpmd axis does not split them over groups."""
+    """`mpmd.MpmdSharding` of whole arrays: the mpmd axis in a spec does not split them over groups."""
 
     of = Sharding
 
@@ -103,7 +103,7 @@ class JaxppSharding(metaclass=_Ours):
 
 
 class JaxppArray(metaclass=_Ours):
-    """`mpmd.MpmdArray`, which may also lack the arrays of some groups of this process: then no step takes it."""
+    """`mpmd.MpmdArray` that may lack the arrays of some groups of this process. No step accepts it then."""
 
     of = Array
 
@@ -119,7 +119,7 @@ class JaxppArray(metaclass=_Ours):
             return Array(arrays, mpmd_sharding, shape, dtype)
         mesh = mpmd_sharding.mpmd_mesh
         groups = [mesh.group_of(next(iter(array.sharding.device_set))) for array in arrays]
-        for group, array in zip(groups, arrays, strict=True):  # what is there has to fit, group by group
+        for group, array in zip(groups, arrays, strict=True):  # checks each given array
             Array([array], mpmd_sharding.replace(mesh_ids=mpmd_sharding.mesh_ids & {group} or {group}), shape, dtype)
         if not {*groups} <= mpmd_sharding.mesh_ids or len({*groups}) < len(groups):
             raise ValueError(
@@ -139,14 +139,14 @@ else:
 
 
 def to_global_jax_array(mpmd_array: Array) -> jax.Array:
-    """The shards of all groups that hold an array, as one `jax.Array` on their devices. Copies nothing."""
+    """Returns the shards of all groups that hold an array, as one `jax.Array` on their devices. Copies nothing."""
     shards = [shard.data for shard in mpmd_array.addressable_shards]
     return jax.make_array_from_single_device_arrays(
         mpmd_array.shape, mpmd_array.sharding, shards, dtype=mpmd_array.dtype
     )
 
 
-# --- moves: `reshard` stands on this package, so it is loaded when one of them is called ---------------
+# --- moves: `reshard` imports this package, so it is loaded when one of them is called -----------------
 
 
 def _reshard() -> types.ModuleType:
@@ -154,7 +154,7 @@ def _reshard() -> types.ModuleType:
 
 
 def _bound(threshold: int | None, tree: PyTree) -> int | None:
-    """JaxPP's threshold says which arrays go together, and lets one that is larger go alone; ours says 0 for that."""
+    """Returns the threshold for `reshard`: 0 if an array exceeds JaxPP's threshold, so that this array goes alone."""
     largest = max((x.nbytes for x in jax.tree.leaves(tree)), default=0)
     return threshold if threshold is None or threshold >= largest else 0
 
@@ -162,26 +162,26 @@ def _bound(threshold: int | None, tree: PyTree) -> int | None:
 def spmd_to_mpmd_reshard(
     mpmd_mesh: MpmdMesh, spmd_arrays: PyTree, mpmd_shardings: PyTree, threshold: int | None = None
 ) -> PyTree:
-    """`reshard.spmd_to_mpmd_reshard`: the sources are used up. An array larger than `threshold` goes alone."""
+    """Calls `reshard.spmd_to_mpmd_reshard`, which uses up the sources. An array larger than `threshold` goes alone."""
     return _reshard().spmd_to_mpmd_reshard(mpmd_mesh, spmd_arrays, mpmd_shardings, _bound(threshold, spmd_arrays))
 
 
 def mpmd_to_spmd_reshard(
     mpmd_mesh: MpmdMesh, mpmd_arrays: PyTree, spmd_shardings: PyTree, threshold: int | None = None
 ) -> PyTree:
-    """`reshard.mpmd_to_spmd_reshard`: the sources are used up. An array larger than `threshold` goes alone."""
+    """Calls `reshard.mpmd_to_spmd_reshard`, which uses up the sources. An array larger than `threshold` goes alone."""
     return _reshard().mpmd_to_spmd_reshard(mpmd_mesh, mpmd_arrays, spmd_shardings, _bound(threshold, mpmd_arrays))
 
 
 def mpmd_to_mpmd_reshard(mpmd_arrays: PyTree, mpmd_shardings: PyTree, threshold: int | None = None) -> PyTree:
-    """`reshard.mpmd_to_mpmd_reshard`: the sources are used up. An array larger than `threshold` goes alone."""
+    """Calls `reshard.mpmd_to_mpmd_reshard`, which uses up the sources. An array larger than `threshold` goes alone."""
     return _reshard().mpmd_to_mpmd_reshard(mpmd_arrays, mpmd_shardings, _bound(threshold, mpmd_arrays))
 
 
 def logically_stacked(
     array: jax.Array, comm_mesh: Mesh, mesh_axis_name: str, array_axis: int = 0, strict: bool = False
 ) -> jax.Array:
-    """`reshard.logically_stacked`."""
+    """Calls `reshard.logically_stacked`."""
     return _reshard().logically_stacked(array, comm_mesh, mesh_axis_name, array_axis, strict)
 
 
@@ -189,12 +189,12 @@ def logically_stacked(
 
 
 def cross_mpmd_all_reduce(*args: jax.Array) -> jax.Array:
-    """`mpmd.cross_mpmd_all_reduce` of arrays, one as an argument for each group that has one."""
+    """Calls `mpmd.cross_mpmd_all_reduce`, with one argument for each group that has an array."""
     return cross_group.cross_mpmd_all_reduce(list(args))
 
 
 def cross_mpmd_stack(arrays: Sequence[jax.Array], axis: int = 0) -> jax.Array:
-    """`mpmd.cross_mpmd_stack`, along any axis of the result."""
+    """Stacks like `mpmd.cross_mpmd_stack`, along any axis of the result."""
     stacked = cross_group.cross_mpmd_stack(list(arrays))
     return stacked if axis == 0 else cross_mpmd_all_reduce(jnp.moveaxis(stacked, 0, axis))
 
@@ -205,12 +205,12 @@ def _gathered(*args: jax.Array, axis: int = 0) -> jax.Array:
     return cross_mpmd_all_reduce(stacked.reshape(*stacked.shape[:axis], -1, *stacked.shape[axis + 2 :]))
 
 
-# JaxPP has these as primitives: `.bind` calls them.
+# In JaxPP these are primitives, called by `.bind`.
 add_multi_p = types.SimpleNamespace(bind=cross_mpmd_all_reduce)
 gather_multi_p = types.SimpleNamespace(bind=_gathered)
 
 
 def place_with(value: PyTree, with_value: object) -> PyTree:
-    """Returns `value`. JaxPP is told that it belongs where another value is; here a value goes where it is read."""
+    """Returns `value`. In JaxPP this places it with another value; here a value goes to the groups that read it."""
     del with_value
     return value

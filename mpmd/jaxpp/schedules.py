@@ -1,4 +1,4 @@
-"""JaxPP's schedules: each gives its tasks in JaxPP's words, and is a `scheduler.Schedule` of the same orders."""
+"""JaxPP's schedules: each returns its tasks in JaxPP's terms, and is a `scheduler.Schedule` with the same orders."""
 
 import enum
 import functools
@@ -14,7 +14,7 @@ from scheduler.task import Kind, Orders, Pairs, check_count
 
 
 class TaskType(enum.Enum):
-    """What a task does: a forward, a whole backward, or the gradients of the input or of the weights alone."""
+    """The kind of a task: a forward, a whole backward, or only the gradients of the input or of the weights."""
 
     FWD = "F"
     BWD = "B"
@@ -31,7 +31,7 @@ _PREFIXES = {TaskType.FWD: "fwd", TaskType.BWD: "bwd", TaskType.BWD_I: "bwdA", T
 
 @dataclass(frozen=True)
 class JaxppTask:
-    """`scheduler.Task` in JaxPP's words; prints as `fwd_2__0`."""
+    """`scheduler.Task` in JaxPP's terms; prints as `fwd_2__0`."""
 
     stage_id: int
     mubatch_idx: int
@@ -47,7 +47,7 @@ class JaxppTask:
 
 
 class FusedTask(tuple[JaxppTask, ...]):
-    """Neighbours in an order that shall run as one program."""
+    """Successive tasks of an order that run as one program."""
 
     @property
     def latency(self) -> int:
@@ -57,15 +57,15 @@ class FusedTask(tuple[JaxppTask, ...]):
         return f"FusedTask({', '.join(map(str, self))})"
 
 
-Tasks = list[Any]  # of a group: JaxppTask, FusedTask, and None for a step without work
+Tasks = list[Any]  # the tasks of a group: JaxppTask, FusedTask, and None for a pause
 
 
 @dataclass(frozen=True)
 class BaseSchedule(scheduler.Schedule):
-    """A schedule in JaxPP's words: subclasses write `tasks`, and `get_mpmd_idx` if a group has several stages.
+    """A schedule in JaxPP's terms: subclasses implement `tasks`, and `get_mpmd_idx` if a group has several stages.
 
-    `mpmd.jaxpp.treduce`, `mpmd.treduce`, `scheduler.simulate` and all else take it as it is: it is a `Schedule`, whose
-    orders are its tasks. They are checked: every task once, in its group, and no deadlock.
+    It is a `Schedule`, so `mpmd.jaxpp.treduce`, `mpmd.treduce`, `scheduler.simulate` and so on accept it. Its tasks are
+    checked: every task once, in its group, and no deadlock.
 
     Examples:
       >>> from mpmd.jaxpp import schedules
@@ -91,11 +91,11 @@ class BaseSchedule(scheduler.Schedule):
             )
 
     def tasks(self, n_mubatches: int) -> list[Tasks]:
-        """Per group, its tasks in order; tuples of them (`FusedTask`) shall run as one, None is a step without work."""
+        """Returns the tasks of each group in order. A tuple (`FusedTask`) runs as one program; None is a pause."""
         raise NotImplementedError(f"{type(self).__name__}.tasks")
 
     def get_mpmd_idx(self, stage_id: int) -> int:
-        """The group that runs a stage."""
+        """Returns the group that runs a stage."""
         return stage_id
 
     @property
@@ -134,13 +134,13 @@ def _translated(schedule: BaseSchedule, num_microbatches: int) -> scheduler.Cust
 def _order(
     schedule: BaseSchedule, row: Tasks
 ) -> tuple[list[scheduler.Task], set[tuple[scheduler.Task, scheduler.Task]]]:
-    """A group's tasks as ours, and the pairs of them that can run as one program.
+    """Returns a group's tasks as `scheduler.Task`, and the pairs of them that can run as one program.
 
-    The halves of one backward that shall run together are a whole backward. So are those of the first stage wherever
-    they are neighbours: its input has no gradient. Tasks of one microbatch wait for each other, and make no pair.
+    If the halves of a backward are fused, they become a whole backward. In the first stage they also do so when they
+    are successive, because its input has no gradient. Tasks of one microbatch wait for each other, and form no pair.
     """
     order: list[scheduler.Task] = []
-    ends: list[tuple[int, int]] = []  # of tuples
+    ends: list[tuple[int, int]] = []  # the range of each entry
     for entry in row:
         if entry is None:
             continue
@@ -168,7 +168,7 @@ def _task(schedule: BaseSchedule, one: object) -> scheduler.Task:
 
 
 def _tasks_of(orders: Orders, pairs: Pairs = frozenset()) -> list[Tasks]:
-    """The way back: our orders in JaxPP's words."""
+    """Returns orders of `scheduler.Task` in JaxPP's terms."""
     second = dict(pairs)
     rows = []
     for order in orders:
@@ -177,12 +177,12 @@ def _tasks_of(orders: Orders, pairs: Pairs = frozenset()) -> list[Tasks]:
     return rows
 
 
-# --- those that JaxPP has ---------------------------------------------------------------------------
+# --- JaxPP's own schedules --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class InterleavedBaseSchedule(BaseSchedule):
-    """Several stages a group, dealt out like cards."""
+    """Several stages per group, dealt out like cards."""
 
     mpmd_dim: int
 
@@ -197,28 +197,28 @@ class InterleavedBaseSchedule(BaseSchedule):
 
     @property
     def vp(self) -> int:
-        """Stages a group."""
+        """The number of stages per group."""
         return self.num_stages // self.mpmd_dim
 
     def get_mpmd_idx(self, stage_id: int) -> int:
         return stage_id % self.mpmd_dim
 
     def microbatch_round_sizes(self, n_microbatches: int) -> tuple[int, ...]:
-        """How many microbatches a stage takes before the group goes on to its next one: one a group, or some more."""
+        """Returns how many microbatches a group runs in a stage before its next stage: one for each group, or more."""
         rounds = max(1, n_microbatches // self.mpmd_dim)
         return tuple(n_microbatches // rounds + (i < n_microbatches % rounds) for i in range(rounds))
 
     def _looped(self, group: int, kind: Kind, n_mubatches: int) -> list[scheduler.Task]:
-        """A group's tasks of one kind, round by round: stage after stage, backwards from the last."""
+        """Returns a group's tasks of one kind, round by round: stage after stage, for backwards from the last stage."""
         return looped(self, group, kind, self.microbatch_round_sizes(n_mubatches))
 
 
 @dataclass(frozen=True)
 class _OneStageEach(InterleavedBaseSchedule):
-    """As many groups as stages, so that `mpmd_dim` need not be said and rounds are not needed."""
+    """One stage per group, so `mpmd_dim` is optional and there is only one round."""
 
     mpmd_dim: int = None  # pyright: ignore[reportAssignmentType]  as many as stages
-    _of_several: ClassVar[str] = "Interleaved1F1B"  # the schedule for several stages a group
+    _of_several: ClassVar[str] = "Interleaved1F1B"  # the schedule for several stages per group
 
     def __post_init__(self) -> None:
         if self.mpmd_dim is None:
@@ -245,7 +245,7 @@ class Interleaved1F1B(InterleavedBaseSchedule):
     fuse_steady_state: bool = False
 
     def get_rank_warmup_ops(self, mpmd_idx: int, n_microbatches: int) -> int:
-        """How many forwards a group runs before its first backward."""
+        """Returns how many forwards a group runs before its first backward."""
         first = self.microbatch_round_sizes(n_microbatches)[0]
         return min(self._warmup(mpmd_idx, first), n_microbatches * self.vp)
 
@@ -296,7 +296,7 @@ class _KimiK2(Interleaved1F1B):
 
 @dataclass(frozen=True)
 class _InterleavedGPipe(InterleavedBaseSchedule):
-    """All forwards, then all backwards, with several stages a group, in rounds."""
+    """All forwards, then all backwards, with several stages per group, in rounds."""
 
     def tasks(self, n_mubatches: int) -> list[Tasks]:
         groups = range(self.mpmd_dim)
@@ -344,7 +344,7 @@ class ZeroBubble(_OneStageEach, _InterleavedZeroBubble):
 
 @dataclass(frozen=True)
 class _DualPipeV(InterleavedBaseSchedule):
-    """`scheduler.DualPipeV`, two stages a group."""
+    """`scheduler.DualPipeV`, with two stages per group."""
 
     is_partial_bwd: ClassVar[bool] = True
 
@@ -379,7 +379,7 @@ class _DualPipeV(InterleavedBaseSchedule):
         return _tasks_of(self.orders(n_mubatches), self.fused(n_mubatches))
 
 
-# `scheduler` has classes of these names.
+# `scheduler` has classes with the same names.
 for _kind in (_GPipe, _KimiK2, _InterleavedGPipe, _InterleavedZeroBubble, _DualPipeV):
     _kind.__name__ = _kind.__qualname__ = _kind.__name__.removeprefix("_")
 

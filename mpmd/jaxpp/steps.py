@@ -31,7 +31,7 @@ default_op = (Concat(), Add)
 
 
 class JaxppOperation(Operation):
-    """A reduction in JaxPP's words, an object with `state` and `update`, as ours."""
+    """An `Operation` from a reduction of JaxPP, which is an object with `state` and `update`."""
 
     def __init__(self, op: Any):
         self.op = op
@@ -55,15 +55,15 @@ def treduce(
     fun: Callable[[PyTree], PyTree], xs: PyTree, schedule: scheduler.Schedule | str | None, axis: int = 0,
     operation: PyTree = default_op,
 ) -> PyTree:  # fmt: skip
-    """`mpmd.treduce`, whose default stacks the first output of `fun` (the losses) and sums the second (the gradients).
+    """Calls `mpmd.treduce`; by default stacks the first output of `fun` (the losses) and sums the second (gradients).
 
     Args:
-      fun, xs, axis: as for `mpmd.treduce`.
-      schedule: one of `mpmd.jaxpp` or `scheduler`, the name of one, or None.
-      operation: a pytree prefix of the outputs of `fun`, of `Add`, `Max`, `Concat(axis)`, operations of `mpmd`, and
-        objects with JaxPP's methods `state(n, a)` and `update(state, update, index)`.
+      fun, xs, axis: the arguments of `mpmd.treduce`.
+      schedule: a schedule of `mpmd.jaxpp` or `scheduler`, its name, or None.
+      operation: a pytree prefix of the outputs of `fun`, with leaves `Add`, `Max`, `Concat(axis)`, operations of
+        `mpmd`, or objects with JaxPP's methods `state(n, a)` and `update(state, update, index)`.
     """
-    # A list is a list of microbatches to `mpmd.treduce`; to JaxPP it is a pytree as any other.
+    # For `mpmd.treduce` a list is a list of microbatches; for JaxPP it is an ordinary pytree.
     return loops.treduce(lambda x: fun(x[0]), (xs,), schedule, axis=axis, operation=_operations(operation))
 
 
@@ -72,12 +72,12 @@ def treduce_i(
     fun: Callable[[jax.Array], PyTree], length: int, schedule: scheduler.Schedule | str | None,
     operation: PyTree = default_op,
 ) -> PyTree:  # fmt: skip
-    """`mpmd.treduce_i`, with the default operation of `treduce`."""
+    """Calls `mpmd.treduce_i`, with the default operation of `treduce`."""
     return loops.treduce_i(fun, length, schedule, operation=_operations(operation))
 
 
 def pipeline_enter_stage(anchor: PyTree, name: str | None = None) -> PyTree:
-    """`mpmd.mark_stage_end`, under the name that JaxPP has given up."""
+    """Calls `mpmd.mark_stage_end`. This is its old name in JaxPP."""
     message = "pipeline_enter_stage is JaxPP's old name: write mark_stage_end."
     warnings.warn(message, DeprecationWarning, stacklevel=users_frame())
     return stage_end.mark_stage_end(anchor, name)
@@ -87,7 +87,7 @@ def pipeline_enter_stage(anchor: PyTree, name: str | None = None) -> PyTree:
 
 
 class JitOptions(TypedDict, total=False):
-    """What `mpmd.jit` takes, in JaxPP's words: None means that nothing is said."""
+    """The options of `mpmd.jit` in JaxPP's form: None is the same as no option."""
 
     in_shardings: PyTree
     out_shardings: PyTree
@@ -107,19 +107,19 @@ def mpmd_jit_with_loop(
     out_specs: PyTree = None,
     **options: Unpack[JitOptions],
 ) -> "JaxppStep":
-    """`mpmd.jit`. None means that nothing is said.
+    """Calls `mpmd.jit`. An option None is the same as no option.
 
     Args:
-      fun, mpmd_mesh: as for `mpmd.jit`.
+      fun, mpmd_mesh: the arguments of `mpmd.jit`.
       in_specs, out_specs: other names for `in_shardings` and `out_shardings`.
       options: `in_shardings`, `out_shardings`, `static_argnums`, `static_argnames`, `donate_argnums`,
-        `donate_argnames`, `compiler_options`, as for `mpmd.jit`; the mpmd axis in a spec means nothing.
+        `donate_argnames`, `compiler_options`, as for `mpmd.jit`; the mpmd axis in a spec is ignored.
 
     Returns:
-      A callable with `.compile(*args)`, whose result has `.in_shardings`, `(args, kwargs)` of `MpmdSharding`.
+      A callable with `.compile(*args)`. The result of that has `.in_shardings`: `(args, kwargs)` of `MpmdSharding`.
 
     Raises:
-      ValueError: both names are given for one.
+      ValueError: an argument is given under both names.
     """
     for name, specs in (("in", in_specs), ("out", out_specs)):
         if specs is not None and options.get(f"{name}_shardings") is not None:
@@ -135,11 +135,11 @@ def mpmd_jit_with_loop(
 def mpmd_jit_by_yield(
     fun: Callable, mpmd_mesh: MpmdMesh, *, target_num_stages: int | None = None, **options: Unpack[JitOptions]
 ) -> "JaxppStep":
-    """`mpmd.jit` of a function without a loop, whose stages are between its marks.
+    """Calls `mpmd.jit` for a function without a loop, with stages between its marks.
 
     Args:
-      target_num_stages: how many stages there are; the marks say it.
-      fun, mpmd_mesh, options: as for `mpmd_jit_with_loop`.
+      target_num_stages: the number of stages; it is ignored, because the marks determine it.
+      fun, mpmd_mesh, options: the arguments of `mpmd_jit_with_loop`.
     """
     del target_num_stages
     return JaxppStep(fun, mpmd_mesh, **options)
@@ -147,12 +147,12 @@ def mpmd_jit_by_yield(
 
 @compat.api_boundary
 def mpmd_jit_rev(fun: Callable, mpmd_mesh: MpmdMesh, *, out_refs: PyTree, **options: Unpack[JitOptions]) -> "JaxppStep":
-    """`mpmd.jit` of a function without a loop, where each result says its groups: a state that is initialised.
+    """Calls `mpmd.jit` for a function without a loop and with given groups for each result, such as an initial state.
 
     Args:
-      out_refs: the tree of the results, of a set of groups each.
-      fun, mpmd_mesh, options: as for `mpmd_jit_with_loop`; `out_shardings` is the same tree of specs, or None for whole
-        copies in each group.
+      out_refs: the tree of the results, with a set of groups for each.
+      fun, mpmd_mesh, options: the arguments of `mpmd_jit_with_loop`. `out_shardings` is the same tree of specs, or None
+        for whole copies in each group.
     """
 
     def sharding(groups: Iterable[int], wish: Any = None) -> MpmdSharding:
@@ -164,7 +164,7 @@ def mpmd_jit_rev(fun: Callable, mpmd_mesh: MpmdMesh, *, out_refs: PyTree, **opti
 
 
 class JaxppStep:
-    """A step as JaxPP has it, with all that `mpmd.jit` returns (`.trace`, `.lower`, …)."""
+    """A step with JaxPP's interface and the attributes of `mpmd.jit`'s result (`.trace`, `.lower`, …)."""
 
     def __init__(self, fun: Callable, mpmd_mesh: MpmdMesh, **options: Unpack[JitOptions]):
         functools.update_wrapper(self, fun)
@@ -181,7 +181,7 @@ class JaxppStep:
 
     @compat.api_boundary
     def compile(self, *args: PyTree, **kwargs: PyTree) -> "JaxppCompiled":
-        """The step, compiled for arguments of these shapes (`jax.ShapeDtypeStruct` will do)."""
+        """Compiles the step for arguments of these shapes (`jax.ShapeDtypeStruct` is enough)."""
         traced = self._jitted.trace(*args, **kwargs)
         return JaxppCompiled(traced.lower().compile(), traced.jaxpr, self.mpmd_mesh)
 
@@ -192,15 +192,15 @@ class JaxppStep:
         if _task_times.get() is None:
             return self._jitted(*args, **kwargs)
         call = self._jitted._read(args, kwargs)
-        given, named = jax.tree.unflatten(call.tree, call.leaves)  # without the static ones
+        given, named = jax.tree.unflatten(call.tree, call.leaves)  # without static arguments
         return self.compile(*args, **kwargs)(*given, **named)
 
 
 class JaxppCompiled:
-    """A compiled step as JaxPP has it, with all that `mpmd.Compiled` has (`.explain()`, `.program`, …).
+    """A compiled step with JaxPP's interface and the attributes of `mpmd.Compiled` (`.explain()`, `.program`, …).
 
     Attributes:
-      closed_jaxpr: the step as it was traced.
+      closed_jaxpr: the traced step.
     """
 
     def __init__(self, compiled: Compiled, closed_jaxpr: compat.ClosedJaxpr, mpmd_mesh: MpmdMesh):
@@ -241,13 +241,13 @@ _task_times: contextvars.ContextVar[dict[str, list[float]] | None] = contextvars
 
 @contextlib.contextmanager
 def collect_task_times_ms(enabled: bool = True) -> Iterator[dict[str, list[float]] | None]:
-    """Inside of it, steps of this module note how long each task takes: `{"fwd_0": [milliseconds, …], …}`.
+    """Measures the tasks of this module's steps while the context lasts: `{"fwd_0": [milliseconds, …], …}`.
 
-    A call runs the step twice, the first time unmeasured; `Compiled.profile` says more. Of a job, all processes have
+    A call runs the step twice, the first time unmeasured; `Compiled.profile` reports more. In a job, all processes get
     the times of all groups.
 
     Args:
-      enabled: with False nothing is noted, and the value is None.
+      enabled: if False, nothing is measured, and the value is None.
     """
     if not enabled:
         yield None
@@ -260,7 +260,7 @@ def collect_task_times_ms(enabled: bool = True) -> Iterator[dict[str, list[float
 
 
 def _title(ran: Ran) -> str:
-    """`fwd_0`, without the microbatch; of other programs their name."""
+    """Returns a title such as `fwd_0`, without the microbatch; for other programs, their name."""
     return "+".join(map(_title_of_task, ran.tasks)) or ran.name
 
 

@@ -1,4 +1,4 @@
-"""JaxPP's experimental programs of tasks and transfers: steps of `mpmd.jit` in which each value says its groups.
+"""JaxPP's experimental programs of tasks and transfers: steps of `mpmd.jit` in which each value names its groups.
 
     from mpmd.jaxpp.experimental import mpmd
 
@@ -8,9 +8,9 @@
         y = mpmd.transfer(y, out_shardings=on_group_1).done()
         return mpmd.task(second, out_shardings=on_group_1)(y)
 
-A value is in the groups that the mesh of its sharding has. Each task is one program, which equal tasks share, and a
-group runs its tasks in the order of the text (`mpmd/partition/levels.py`). Memory is used again without a word. So a
-transfer may change the sharding, and a value that was sent may be donated.
+A value is in the groups of its sharding's mesh. Each task is one program, which equal tasks share, and a group runs its
+tasks in program order (`mpmd/partition/levels.py`). Memory is reused automatically. A transfer may change the sharding,
+and a value that was sent may be donated.
 """
 
 import contextvars
@@ -43,7 +43,7 @@ __all__ = ["LoweredMpmdFun", "MpmdFunction", "MpmdMesh", "mpmd", "slice", "stack
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Located:
-    """A value inside of a program, and where it is: what tasks take and return."""
+    """A value inside of a program with its place: an argument or result of a task."""
 
     value: jax.Array
     sharding: NamedSharding
@@ -58,7 +58,7 @@ class Located:
 
 
 def _groups(mpmd_mesh: MpmdMesh, mesh: object, what: str) -> tuple[int, ...]:
-    """The groups that a mesh consists of."""
+    """Returns the groups that a mesh consists of."""
     found = None
     if isinstance(mesh, Mesh) and mpmd_mesh.jax_mesh is not None and mpmd_mesh.mpmd_axis_name is not None:
         found = JaxppMesh(mpmd_mesh.jax_mesh, mpmd_mesh.mpmd_axis_name).mpmd_indices_for_mesh(mesh)
@@ -71,7 +71,7 @@ def _groups(mpmd_mesh: MpmdMesh, mesh: object, what: str) -> tuple[int, ...]:
 
 
 def _located(value: jax.Array, sharding: NamedSharding, mpmd_mesh: MpmdMesh, what: str) -> Located:
-    """A value of a trace, put into the groups of a sharding, and divided there as it says."""
+    """Places a traced value in the groups of a sharding, and divides it there by the sharding."""
     groups = _groups(mpmd_mesh, sharding.mesh, what)
     spec = without_axis(sharding.spec, mpmd_mesh.mpmd_axis_name)
     inside = NamedSharding(mpmd_mesh.groups[groups[0]], spec, memory_kind=sharding.memory_kind)
@@ -86,7 +86,7 @@ def _located(value: jax.Array, sharding: NamedSharding, mpmd_mesh: MpmdMesh, wha
 
 
 def _ended(values: Sequence[Located]) -> list[Located]:
-    """What a task gives: it ends here."""
+    """Ends a task at its results."""
     return [dataclasses.replace(x, value=end_task(x.value, x.groups)) for x in values]
 
 
@@ -101,7 +101,7 @@ def _leaves(tree: PyTree, what: str) -> list[Located]:
     return leaves
 
 
-# --- what a program calls -------------------------------------------------------------------------------
+# --- calls inside of a program --------------------------------------------------------------------------
 
 
 def task(
@@ -118,12 +118,12 @@ def task(
 
     Args:
       fun: the task. Without it, a decorator is returned.
-      out_shardings: a pytree prefix of the results, of `NamedSharding`, or `PartitionSpec` and None, which need a mesh:
-        that of the arguments, of another sharding, or `mesh`.
-      name: for profiles.
-      in_shardings: of the arguments, in the same way.
-      mesh: of the group, where nothing else says it.
-      donate_argnums: is not needed: the memory of a value that is used no more is used again.
+      out_shardings: a pytree prefix of the results, with leaves `NamedSharding`, `PartitionSpec` or None. The last two
+        need a mesh: from the arguments, from another sharding, or from `mesh`.
+      name: the name for profiles.
+      in_shardings: the same for the arguments.
+      mesh: the mesh of the group, if no argument or sharding has it.
+      donate_argnums: not needed: the memory of a value after its last use is reused anyway.
     """
     if fun is None:
         return functools.partial(
@@ -131,7 +131,7 @@ def task(
             donate_argnums=donate_argnums,
         )  # fmt: skip
     title = name or getattr(fun, "__name__", type(fun).__name__)
-    traced_once = jax.jit(fun)  # a task that runs for each microbatch is traced for the first one
+    traced_once = jax.jit(fun)  # a task of every microbatch is traced only for the first one
 
     @functools.wraps(fun)
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -190,7 +190,7 @@ def _named(wish: NamedSharding | PartitionSpec | None, mesh: Mesh | AbstractMesh
 
 
 class TransferFuture:
-    """Values on their way; `done()` gives them."""
+    """Values on their way. `done()` returns them."""
 
     def __init__(self, tree: PyTree):
         self._tree = tree
@@ -203,7 +203,7 @@ class TransferFuture:
 
 
 def transfer(arrays: PyTree, *, out_shardings: PyTree) -> TransferFuture:
-    """Sends values to other groups: those of the meshes of `out_shardings`, a pytree prefix of `NamedSharding`."""
+    """Sends values to the groups of the meshes in `out_shardings`, a pytree prefix of `NamedSharding`."""
     leaves = _leaves(arrays, "transfer: arrays")
     if not leaves:
         raise ValueError("transfer: no array is given.")
@@ -217,9 +217,9 @@ def transfer(arrays: PyTree, *, out_shardings: PyTree) -> TransferFuture:
 
 
 def stack(*arrays: PyTree) -> Located:
-    """Values of different groups as one over all of these: along a new axis 0, or axis 0 where it names the groups.
+    """Joins values of different groups along a new axis 0, or along axis 0 where their spec has the mpmd axis there.
 
-    Each of the groups gets all of it.
+    Each of the groups gets the whole result.
     """
     leaves = _leaves(arrays, "stack: an argument")
     if not leaves:
@@ -251,7 +251,7 @@ def stack(*arrays: PyTree) -> Located:
 
 
 def slice(array: PyTree, groups: Sequence[int | Sequence[int]]) -> tuple[Located, ...]:
-    """The way back from `stack`: the rows of each of the groups, or of several together, there."""
+    """Reverses `stack`: returns the rows of each entry of `groups` (one group or several) as a value there."""
     (x,) = _leaves(array, "slice: array")
     axis, mpmd_mesh = x.mpmd_mesh.mpmd_axis_name, x.mpmd_mesh
     wanted = [(int(g),) if isinstance(g, int) else tuple(g) for g in groups]
@@ -301,9 +301,9 @@ def mpmd(
 
     Args:
       mpmd_mesh: the groups.
-      in_shardings: a pytree prefix of the arguments, of `NamedSharding` on the meshes of groups.
-      donate_argnums: arguments that are used up.
-      infer_donation: is not needed: memory inside of the program is used again anyway.
+      in_shardings: a pytree prefix of the arguments, with leaves `NamedSharding` on the meshes of groups.
+      donate_argnums: the donated arguments.
+      infer_donation: not needed: memory inside of the program is reused anyway.
     """
     del infer_donation
 
@@ -314,7 +314,7 @@ def mpmd(
 
 
 class MpmdFunction:
-    """A program. It takes and gives arrays on the meshes of groups, those of other processes without shards here."""
+    """A program. It takes and returns arrays on the meshes of groups. Arrays of other processes have no shards here."""
 
     def __init__(self, fun: Callable, mpmd_mesh: MpmdMesh, in_shardings: PyTree, donate_argnums: int | Sequence[int]):
         functools.update_wrapper(self, fun)
@@ -326,7 +326,7 @@ class MpmdFunction:
         self._lowered: dict[Hashable, LoweredMpmdFun] = {}
 
     def _program(self, *args: PyTree) -> PyTree:
-        """What is traced: the program on values of a trace. Notes where its results are."""
+        """Runs the program on traced values, and notes the shardings of its results."""
         flat, tree = jax.tree.flatten(args)
         for s in (ins := self._ins(tree)):
             _groups(self.mpmd_mesh, s.mesh, "mpmd in_shardings")
@@ -356,7 +356,7 @@ class MpmdFunction:
 
     @compat.api_boundary
     def lower(self, *args: PyTree, **kwargs: PyTree) -> "LoweredMpmdFun":
-        """The program, compiled for arguments of these shapes (`jax.ShapeDtypeStruct` will do)."""
+        """Compiles the program for arguments of these shapes (`jax.ShapeDtypeStruct` is enough)."""
         self._check_no_names(kwargs)
         flat, tree = jax.tree.flatten(args)
         key = _types(flat, tree)
@@ -389,8 +389,8 @@ class LoweredMpmdFun:
     """A compiled program.
 
     Attributes:
-      compiled: it as a step, with `.explain()`, `.program` and so on.
-      in_shardings, out_shardings: of the arguments and results, `NamedSharding` on the meshes of their groups.
+      compiled: the program as a step, with `.explain()`, `.program` and so on.
+      in_shardings, out_shardings: the `NamedSharding` of each argument and result, on the mesh of its groups.
       out_shape: shape, dtype and sharding of the results.
     """
 
@@ -414,7 +414,7 @@ class LoweredMpmdFun:
         return jax.tree.map(self._given, self.compiled(*given), self.out_shardings)
 
     def _taken(self, x: object, sharding: NamedSharding) -> object:
-        """An argument as an `MpmdArray`, if it is in its group already; else it is put there."""
+        """Returns an argument as an `MpmdArray` if it is in its group already; else unchanged: the step moves it."""
         if not is_plain(x) or x.sharding.device_set != sharding.device_set:
             return x
         target = _sharding(sharding, self.mpmd_mesh)
@@ -430,7 +430,7 @@ class LoweredMpmdFun:
 
 
 def _sharding(sharding: NamedSharding, mpmd_mesh: MpmdMesh) -> MpmdSharding:
-    """A sharding on the mesh of some groups, as ours."""
+    """Returns the `MpmdSharding` of a sharding on the mesh of some groups."""
     groups = _groups(mpmd_mesh, sharding.mesh, "a sharding")
     spec = sharding.spec if len(groups) > 1 else without_axis(sharding.spec, mpmd_mesh.mpmd_axis_name)
     return MpmdSharding(mpmd_mesh, groups, spec, memory_kind(sharding))

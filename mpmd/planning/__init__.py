@@ -1,1 +1,1 @@
-"""From a compiled step and a machine that is not here to memory, communication and time on it."""
+"""Memory, communication and time of a compiled step on a machine that is not here."""

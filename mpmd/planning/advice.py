@@ -1,6 +1,6 @@
 """Estimates how much less memory a group would need with recomputation, offloading, more stages or fewer rows.
 
-Most of them are the walk of `mpmd/report/memory.py` once more, with other sizes of values.
+Most of these estimates repeat the walk of `mpmd/report/memory.py` with other sizes of values.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ Sized = Callable[[Value, int, bool], tuple[int, bool]]
 
 
 class Saving(NamedTuple):
-    """One thing to do, and how many bytes fewer each device of the group would then need, roughly."""
+    """A change, and the bytes that it would save on each device of the group, roughly."""
 
     text: str
     nbytes: int
@@ -34,11 +34,11 @@ def savings(
     memory: dict[str, int],
     temporaries: Callable[[Run | Call], int],
 ) -> tuple[Saving, ...]:
-    """What would help in a group, the largest saving first; nothing that saves less than a hundredth.
+    """Returns the savings of a group, the largest first, without savings of less than a hundredth.
 
     Args:
-      memory: of the group, as `measured` returns it.
-      temporaries: of an instruction, as XLA reports them.
+      memory: the memory of the group, from `measured`.
+      temporaries: returns the temporaries of an instruction that XLA reports.
     """
 
     def peak(change: Sized, scaled: Callable[[Run | Call], int] = temporaries) -> int:
@@ -66,7 +66,7 @@ def savings(
 
 
 class _Changed(Sizes):
-    """Sizes of values, some of them otherwise than they are."""
+    """Sizes of values after a change of some of them."""
 
     def __init__(self, sizes: Sizes, change: Sized):
         self._sizes, self._change = sizes, change
@@ -87,13 +87,13 @@ def recomputed_peak(
     temporaries: Callable[[Run | Call], int],
     stages: Collection[int] | None = None,
 ) -> int:
-    """The bytes that a group needs if backward tasks compute residuals again from what their stage received.
+    """Returns the bytes that a group needs if backward tasks recompute residuals from the inputs of their stage.
 
-    In place of the residuals, the stage's input is kept; a backward task has all residuals as temporaries.
+    The stage's input is kept instead of the residuals, and a backward task has all residuals as temporaries.
 
     Args:
-      temporaries: of an instruction, as it is now.
-      stages: those that recompute; None for all of the group.
+      temporaries: returns the current temporaries of an instruction.
+      stages: the stages that recompute; None for all of the group.
     """
     received = {i.value.name for i in program.groups[group] if isinstance(i, Recv)}
     remaining: dict[str, int] = {}
@@ -120,7 +120,7 @@ def recomputed_peak(
 
 
 def _residuals(loop: Loop, stage: int) -> tuple[list[compat.Var], list[compat.Var]]:
-    """What the forward of a stage makes for its own backward alone, and what it reads that its backward does not."""
+    """Returns a stage's residuals for its own backward only, and forward inputs that the backward does not read."""
     tasks = loop.partition.tasks
     elsewhere = {v for t in tasks if t.place.stage != stage for v in t.reads}
     here = {v for t in tasks if t.place.stage == stage and t.place.kind != "F" for v in t.reads}
@@ -129,7 +129,7 @@ def _residuals(loop: Loop, stage: int) -> tuple[list[compat.Var], list[compat.Va
 
 
 def _replicated(programs: StepPrograms, sizes: Sizes, group: int) -> int:
-    """Bytes on each device of parameters and state that all devices of a group hold whole, but for a share of each."""
+    """Returns the bytes that each device would save if the group's replicated parameters and state were divided."""
     count = programs.mesh.groups[group].size
     found = 0
     outline = programs.outline

@@ -1,4 +1,4 @@
-"""What `mpmd.resilient` takes to keep the state in the memory of hosts: their memory, bytes, and seconds of network."""
+"""The costs of `mpmd.resilient`'s copies of the state: memory of hosts, bytes, and seconds of network."""
 
 import dataclasses
 from collections import Counter
@@ -18,10 +18,10 @@ class CopiesPlan:
 
     Attributes:
       copies: how many other hosts keep each part too.
-      state_nbytes: of the state, each part once.
+      state_nbytes: bytes of the state, each part once.
       host_nbytes: memory of the host that keeps most.
-      sent_nbytes: what a host sends after a step, at most.
-      seconds: in which that leaves the host by all of its network cards.
+      sent_nbytes: the most bytes that a host sends after a step.
+      seconds: the time to send these over all network cards of the host.
     """
 
     copies: int
@@ -31,7 +31,7 @@ class CopiesPlan:
     seconds: float
 
     def text(self, step_s: float) -> str:
-        """One line; `step_s` are the seconds of a step."""
+        """Returns one line. `step_s` is the time of a step."""
         if not self.sent_nbytes:
             way = "there is no other host for a copy: only what one process loses can be put back"
         else:
@@ -45,7 +45,7 @@ class CopiesPlan:
 
 
 def plan_copies(mesh: MpmdMesh, roles: Roles, machine: Machine, copies: int) -> CopiesPlan:
-    """What keeping the state of a step takes, with as many copies as there are hosts for."""
+    """Plans the copies of a step's state: `copies` of them, or one on each other host if there are fewer hosts."""
     hosts = [Counter(d.id // machine.devices_per_host for d in group.devices.flat) for group in mesh.groups]
     kept = {host: 0.0 for of_group in hosts for host in sorted(of_group)}
     for v, groups in zip(roles.args, roles.groups, strict=True):

@@ -1,4 +1,4 @@
-"""Seconds of the instructions of a step: by a machine's roofline, or as they were measured."""
+"""Seconds of the instructions of a step: by a machine's roofline, or measured."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from scheduler.task import Kind, Task
 
 @dataclasses.dataclass(frozen=True)
 class TaskCost:
-    """One call of a program.
+    """The cost of one call of a program.
 
     Attributes:
-      seconds: compute and collectives, one after the other, but for collectives that matrix products hide.
-      collective_s: the collectives' part of it.
+      seconds: the sum of compute and collectives, except collectives that matrix products hide.
+      collective_s: the part of the collectives.
     """
 
     work: Work
@@ -38,11 +38,11 @@ class StepCosts:
     """Seconds of the instructions of a step.
 
     Args:
-      measured: seconds of tasks, in place of the machine's.
-      shares: of the microbatches of lists.
+      measured: measured seconds of tasks, used instead of the roofline.
+      shares: the shares of the microbatches of lists.
 
     Raises:
-      ValueError: `measured` is of another number of stages or microbatches.
+      ValueError: `measured` has another number of stages or microbatches.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StepCosts:
                     one.seconds(loop.loop.schedule.num_stages)
 
     def cost(self, executable: Executable) -> TaskCost:
-        """Of a call of an executable, however many programs it runs."""
+        """Returns the cost of a call of an executable, over all programs that it runs."""
         if executable not in self._of_executable:
             found = [self._cost(d, executable.mesh) for d in executable.runs]
             self._of_executable[executable] = TaskCost(
@@ -87,27 +87,29 @@ class StepCosts:
         return self._of_program[key]
 
     def _compute_s(self, works: Sequence[Work], text: str, num_devices: int) -> float:
-        """Seconds of a program without its collectives. What is between products is in XLA's text, if there is one."""
+        """Returns the seconds of a program without its collectives. XLA's text, if there is one, has the operations
+        between products.
+        """
         if not text:
             return self.machine.compute_s(works, num_devices)
         products = [dataclasses.replace(work, nbytes=work.nbytes - work.between) for work in works]
         return self.machine.compute_s(products, num_devices) + self.machine.memory_s(traffic_of(text))
 
     def duration(self, group: int, instruction: Run | Call) -> float:
-        """Seconds of an instruction of a group."""
+        """Returns the seconds of an instruction of a group."""
         if self.measured is not None and isinstance(instruction, Run):
             return _seconds_of(self.measured, instruction.tasks)
         share = self.shares.seconds(instruction.loop, instruction.tasks) if isinstance(instruction, Run) else 1.0
         return share * sum(self.cost(e).seconds for e in self.programs.executables_of(instruction))
 
     def transfer(self, source: int, target: int, value: Value) -> float:
-        """Seconds of a value from one group to another; of no microbatch: that of the largest."""
+        """Returns the seconds of a transfer; for a value without a microbatch, of the largest microbatch's value."""
         groups = self.programs.mesh.groups
         nbytes = self.sizes.nbytes(value, target)[0] * self.shares.sent(value, target)
         return self.machine.between_s(nbytes, groups[source], groups[target])
 
     def largest_arguments(self, group: int, roles: Roles) -> tuple[tuple[str, int], ...]:
-        """The three largest arguments in a group, with their bytes on each device."""
+        """Returns the three largest arguments in a group, with their bytes on each device."""
         found = [
             (roles.names[v], self.sizes.nbytes_of(roles.names[v], group)[0])
             for v, groups in zip(roles.args, roles.groups, strict=True)
@@ -116,7 +118,7 @@ class StepCosts:
         return tuple(sorted(found, key=lambda entry: -entry[1])[:3])
 
     def tasks(self, group: int) -> dict[str, TaskCost]:
-        """What one task of each stage and kind of a group costs."""
+        """Returns the cost of one task of each stage and kind in a group."""
         found = {}
         for loop in self.programs.loops:
             for place, task in loop.tasks.items():
@@ -129,7 +131,7 @@ class StepCosts:
         return found
 
     def pairs(self, group: int) -> dict[str, TaskCost]:
-        """What two tasks of a group cost that run as one."""
+        """Returns the costs of pairs of tasks that a group runs as one program."""
         return {
             f"{first}+{second}": self.cost(executable)
             for loop in self.programs.loops
@@ -138,17 +140,17 @@ class StepCosts:
         }
 
     def once(self, program: Program, group: int) -> tuple[Collective, ...]:
-        """The collectives of a group that a step has once, beside those of its tasks."""
+        """Returns the collectives of a group outside of tasks, which run once a step."""
         calls = [i for i in program.groups[group] if isinstance(i, Call)]
         return tuple(c for i in calls for e in self.programs.executables_of(i) for c in self.cost(e).collectives)
 
     def total(self, program: Program) -> Work:
-        """The work of a whole step, over all devices."""
+        """Returns the work of a whole step, over all devices."""
         times = self.shares.calls(self.programs, program)
         return sum((called.of(self.cost(e).work).times(n) for (e, called), n in times.items()), Work())
 
 
 def _seconds_of(costs: Costs, tasks: Sequence[Task]) -> float:
-    """Seconds of tasks, each by its microbatch."""
+    """Returns the seconds of tasks, by their microbatches."""
     of = costs.microbatches
     return sum((cast(Costs, of[t.microbatch]) if of else costs).duration(t.kind, t.stage) for t in tasks)

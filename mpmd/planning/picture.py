@@ -17,12 +17,12 @@ COLUMNS = 150  # of a terminal
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A loop on a clock.
+    """The picture of a simulated loop.
 
     Attributes:
-      timeline: all tasks of the loop, as planned.
+      timeline: all planned tasks of the loop.
       shown: the same loop, perhaps with fewer microbatches.
-      microbatches: how many of them are shown.
+      microbatches: the number of shown microbatches.
     """
 
     timeline: Timeline
@@ -39,7 +39,7 @@ class Picture:
 
 
 def picture_of(programs: StepPrograms, program: Program, step: SimulatedStep, costs: StepCosts) -> Picture | None:
-    """The picture of the longest loop of a step; None if there is no loop."""
+    """Returns the picture of the longest loop of a step; None if there is no loop."""
     if not programs.loops:
         return None
     longest = max((p.loop.number for p in programs.loops), key=step.seconds_of)
@@ -56,7 +56,7 @@ def picture_of(programs: StepPrograms, program: Program, step: SimulatedStep, co
 def _shortened(
     schedule: Schedule, whole: Timeline, transfer_s: tuple[float, ...], microbatches: int
 ) -> tuple[Timeline, int] | None:
-    """The loop with as many microbatches as can be drawn task by task; None if the schedule knows no such number."""
+    """Returns the loop with fewer microbatches, so that it can be drawn task by task; None if no tried number works."""
     costs = dataclasses.replace(whole.costs, transfer_s=transfer_s)
     recomputed = costs.recomputed(schedule.num_stages)
     while microbatches > 1:
@@ -75,6 +75,6 @@ def _shortened(
 
 
 def _columns(timeline: Timeline) -> float:
-    """The width of a picture in which the shortest task has one column."""
+    """Returns the width of a picture in which the shortest task has one column."""
     lengths = [seconds for _, seconds in timeline.durations if seconds > 0]
     return timeline.makespan / min(lengths, default=1.0)

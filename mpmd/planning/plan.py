@@ -1,4 +1,4 @@
-"""A plan of a step on a machine: what each group holds, computes and sends, whether it fits, how long it takes."""
+"""The plan of a step on a machine: memory, work and transfers of each group, whether it fits, and the time it takes."""
 
 import dataclasses
 import itertools
@@ -31,17 +31,17 @@ from scheduler.base.texts import counted, in_bytes, in_seconds, table
 
 @dataclasses.dataclass(frozen=True)
 class GroupPlan:
-    """A group of the step.
+    """The plan of a group of the step.
 
     Attributes:
-      stages: those it runs.
+      stages: the stages that it runs.
       memory: bytes on each device, by kind, and the `peak` of all.
-      largest: the arguments that take most, with their bytes on each device.
-      sent: by group, how many values and bytes go there in a step, from all devices.
-      tasks, pairs: what one task of each kind and stage costs, and two that run as one (`"F3+B4"`).
-      once: the collectives that a step has once, beside those of tasks.
+      largest: the largest arguments, with their bytes on each device.
+      sent: for each other group, the number of values and bytes that go there in a step, from all devices.
+      tasks, pairs: the costs of one task of each kind and stage, and of two tasks that run as one (`"F3+B4"`).
+      once: the collectives outside of tasks, which run once a step.
       busy_s, exposed_s: seconds of a step in which it computes, and in which it waits for a transfer.
-      savings: what would make it need less memory, estimated.
+      savings: estimates of changes that would need less memory.
     """
 
     group: int
@@ -60,12 +60,12 @@ class GroupPlan:
 
 @dataclasses.dataclass(frozen=True)
 class LoopPlan:
-    """A pipelined loop of the step, as it is.
+    """The plan of a pipelined loop of the step.
 
     Attributes:
-      num_shapes: of its microbatches.
-      cuts: how many layers each stage gets; None where marks say where stages end.
-      even_cuts: as many for each stage, where the library chose `cuts`.
+      num_shapes: the number of shapes of its microbatches.
+      cuts: how many layers each stage gets; None where the user's marks end stages.
+      even_cuts: the even cut, where the library chose `cuts`.
       seconds: from the start of its first task to the end of its last one.
     """
 
@@ -80,15 +80,15 @@ class LoopPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A step on a machine. `str()` prints it; `faults` says what does not fit.
+    """A step on a machine. `str()` prints it; `faults` lists the groups that do not fit.
 
     Attributes:
       total: the work of a step, over all devices.
-      tokens: of a step, for the rate; None if they are not known.
-      unpipelined: the same step on the same devices without a pipeline, at best.
-      picture: the (longest) loop; None if there is no loop.
-      costs_are_measured: whether the times of tasks are not the machine's.
-      copies: what it takes to keep the state in the memory of other hosts; None if nobody has asked.
+      tokens: the tokens of a step, for the rate; None if they are not known.
+      unpipelined: a bound for the same step on the same devices without a pipeline.
+      picture: the picture of the longest loop; None if there is no loop.
+      costs_are_measured: whether the times of tasks are measured, and not from the roofline.
+      copies: the costs of copies of the state in the memory of other hosts; None if they were not asked for.
     """
 
     title: str
@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def hardware_utilization(self) -> float:
-        """As `utilization`, with the products that `jax.checkpoint` does again."""
+        """The same as `utilization`, including the matrix products that `jax.checkpoint` repeats."""
         return self.total.products / self._peak
 
     @property
@@ -125,18 +125,18 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """Whether to pipeline at all, where that can be said."""
-        if self.costs_are_measured:  # the bound is by the roofline, which tasks need not reach
+        """Whether to pipeline at all, where that is known."""
+        if self.costs_are_measured:  # the bound is by the roofline, which real tasks may not reach
             return f"without a pipeline, by the roofline: {self.unpipelined}"
         return self.unpipelined.verdict(self.step.seconds, self.machine.usable_nbytes)
 
     @property
     def faults(self) -> list[str]:
-        """The groups that do not fit, with what would help."""
+        """The groups that do not fit, with changes that would help."""
         return [_fault_text(g, self.machine) for g in self.groups if g.memory["peak"] > self.machine.usable_nbytes]
 
     def as_json(self) -> str:
-        """All figures, in bytes and seconds."""
+        """Returns all figures, in bytes and seconds."""
         return json.dumps(
             {
                 "title": self.title,
@@ -196,18 +196,18 @@ def plan_step(
     shares: Shares | None = None,
     told: Callable[[tuple[str, float]], object] = lambda shown: None,
 ) -> Plan:
-    """The plan of a compiled step.
+    """Returns the plan of a compiled step.
 
     Args:
-      tokens: of a step. None takes the largest argument of integers that is neither parameter nor state.
-      costs: measured seconds of tasks, in place of the machine's.
-      copies: of the state, as for `mpmd.resilient`.
-      shares: of the microbatches of lists.
-      told: called with what is done next, and about which share of all is done.
+      tokens: the tokens of a step. None takes the size of the largest integer argument that is data.
+      costs: measured seconds of tasks, used instead of the roofline.
+      copies: the number of copies of the state, as for `mpmd.resilient`.
+      shares: the shares of the microbatches of lists.
+      told: called with the next piece of work, and the approximate share of all work that is done.
 
     Raises:
-      ValueError: `costs` are those of another number of stages.
-      ScheduleError: devices that do everything in order, transfers and collectives included, would deadlock.
+      ValueError: `costs` have another number of stages.
+      ScheduleError: devices that do everything in order, including transfers and collectives, would deadlock.
     """
     told(("mpmd: checking that the step cannot deadlock", 0.0))
     check(program, streams=_streams(programs.mesh))
@@ -255,9 +255,9 @@ def plan_step(
 
 
 def plan_lowered(lowered: Any, machine: Machine, tokens: int | None = None, **options: Any) -> Plan:
-    """The plan of a step that `mpmd.jit` has lowered; of a list, each microbatch counts by its shape.
+    """Returns the plan of a step that `mpmd.jit` has lowered. Each microbatch of a list counts by its shape.
 
-    Args, Raises: as `plan_step`.
+    Arguments and errors are the same as for `plan_step`.
     """
     compiled = lowered.compile()
     tokens = tokens or sum(tokens_of(Roles(one._outline)) or 0 for one in lowered._of_microbatches())
@@ -274,7 +274,7 @@ def _loop_plan(loop: Loop, step: SimulatedStep, shares: Shares) -> LoopPlan:
 
 
 def _streams(mesh: MpmdMesh) -> list[tuple[int, ...]]:
-    """The groups of each device; devices of the same groups once."""
+    """Returns the groups of each device, without duplicates."""
     groups: dict[Device, tuple[int, ...]] = {}
     for g, group in enumerate(mesh.groups):
         for device in group.devices.flat:
@@ -283,7 +283,7 @@ def _streams(mesh: MpmdMesh) -> list[tuple[int, ...]]:
 
 
 def tokens_of(roles: Roles) -> int | None:
-    """The tokens of a step, or of a microbatch of a list: elements of the largest argument of integers that is data."""
+    """Returns the tokens of a step, or of a list's microbatch: the size of the largest argument of integer data."""
     data = [v.aval for v, role in roles.role.items() if role == "data" and v.aval.dtype.kind in "iu"]
     return max((equations.size(aval) for aval in data), default=0) or None
 
@@ -292,7 +292,7 @@ def tokens_of(roles: Roles) -> int | None:
 
 
 def _loop_line(loop: LoopPlan) -> str:
-    """A loop as it is: all of its microbatches, its cut, its time."""
+    """Returns a line on a loop: all of its microbatches, its cut, its time."""
     shapes = f" of {loop.num_shapes} shapes (tasks and memory above: of the largest)" if loop.num_shapes > 1 else ""
     microbatches = f"{counted(loop.num_microbatches, 'microbatch')}{shapes}"
     text = f"loop {loop.number}: {loop.schedule}, {microbatches}, {in_seconds(loop.seconds)}"
@@ -305,7 +305,7 @@ def _loop_line(loop: LoopPlan) -> str:
 
 
 def _fault_text(g: GroupPlan, machine: Machine) -> str:
-    """What does not fit in a group, and what would help."""
+    """Returns the reason why a group does not fit, and changes that would help."""
     usable_nbytes = machine.usable_nbytes
     over = g.memory["peak"] - usable_nbytes
     kind = max(KINDS, key=lambda k: g.memory[k])
@@ -335,7 +335,7 @@ def _memory_table(plan: Plan) -> list[str]:
 
 
 def _alike(groups: Sequence[GroupPlan], of: Callable[[GroupPlan], object]) -> list[list[GroupPlan]]:
-    """Groups that follow each other and are alike, together."""
+    """Joins successive groups with equal values."""
     return [list(some) for _, some in itertools.groupby(groups, of)]
 
 
@@ -362,7 +362,7 @@ def _cost_table(plan: Plan) -> list[str]:
 
 
 def _cost_texts(g: GroupPlan) -> tuple[list[str], str, str, list[str]]:
-    """What a group computes and sends, in words that are the same for groups that do the same."""
+    """Returns the computation and the transfers of a group, in words that are equal for groups with equal work."""
     tasks = [f"{name[0]} {in_seconds(c.seconds)}" for name, c in sorted(g.tasks.items())]
     sent = [f"{in_bytes(nbytes)} to {_NEIGHBOURS.get(to - g.group, f'{to - g.group:+}')}" for to, nbytes in _large(g)]
     return tasks, in_seconds(g.busy_s), in_seconds(g.exposed_s), sent
@@ -372,12 +372,12 @@ _NEIGHBOURS = {1: "the next", -1: "the one before"}
 
 
 def _large(g: GroupPlan) -> list[tuple[int, int]]:
-    """To which groups it sends much, and how many bytes."""
+    """Returns the groups that it sends much to, with the bytes."""
     return [(target, nbytes) for target, (_, nbytes) in g.sent.items() if nbytes >= 1000]
 
 
 def _collective_lines(plan: Plan) -> list[str]:
-    """Each kind of task, or of pair, with the stages that have the same collectives; then what a step does once."""
+    """Returns lines on the collectives of each kind of task or pair, with its stages, and on those once a step."""
     stages: dict[tuple[str, str], list[str]] = defaultdict(list)
     groups: dict[str, list[str]] = defaultdict(list)
     for g in plan.groups:
@@ -396,7 +396,7 @@ def _collective_lines(plan: Plan) -> list[str]:
 
 
 def _counted(collectives: Iterable[Collective]) -> str:
-    """How many of each kind, with their bytes, and how many bytes of these go on beside matrix products."""
+    """Returns the number and bytes of collectives by kind, and the bytes that matrix products hide."""
     count: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     hidden: Counter[str] = Counter()

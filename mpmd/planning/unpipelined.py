@@ -16,12 +16,12 @@ from scheduler.base.texts import in_bytes, in_seconds
 class Unpipelined:
     """The same step on all devices as one program, with parameters, state and gradients divided among them (FSDP).
 
-    A bound from above on what it can reach: communication is hidden behind computation where there is enough of it.
+    This is an upper bound of its speed: it assumes that computation hides communication where there is enough of it.
 
     Attributes:
-      compute_s, communication_s: of a step; the longer one is what it takes.
+      compute_s, communication_s: seconds of a step; the longer one is its time.
       peak: bytes on each device.
-      rows: of the batch, which have to be divided among the devices.
+      rows: the rows of the batch, which have to be divided among the devices.
     """
 
     num_devices: int
@@ -44,7 +44,7 @@ class Unpipelined:
         return text
 
     def verdict(self, pipelined_s: float, limit: float | None) -> str:
-        """Whether to pipeline, where the pipelined step takes `pipelined_s` and a device has `limit` bytes."""
+        """Returns whether to pipeline, if the pipelined step takes `pipelined_s` and a device has `limit` bytes."""
         if self.seconds >= pipelined_s or self.rows < self.num_devices:
             return f"without a pipeline: {self}"
         if limit is not None and self.peak > limit:
@@ -53,11 +53,11 @@ class Unpipelined:
 
 
 def unpipelined(programs: StepPrograms, roles: Roles, machine: Machine, total: Work, shares: Shares) -> Unpipelined:
-    """The bound for a step.
+    """Returns the bound for a step.
 
     Args:
       total: the work of a whole step, over all devices.
-      shares: of the microbatches of lists.
+      shares: the shares of the microbatches of lists.
     """
     count = sum(mesh.size for mesh in programs.mesh.groups)
     held = {role: sum(equations.nbytes(v.aval) for v, r in roles.role.items() if r == role) for role in KINDS[:3]}
@@ -76,7 +76,7 @@ def unpipelined(programs: StepPrograms, roles: Roles, machine: Machine, total: W
             largest = max(largest, sum(equations.nbytes(v.aval) for v in mine))
     frozen = sum(equations.nbytes(v.aval) for v in roles.frozen)
     gradients = held["parameters"] - frozen
-    # Gathered forward and, where there is one, backward; gradients are reduced once.
+    # Parameters are gathered forward and, if there is a backward, backward; gradients are reduced once.
     sent = (3 * gradients + (1 + roles.trains) * frozen) * (count - 1) / count
     share = (sum(held.values()) + gradients + kept) // count
     communication_s = sent / machine.ring_bandwidth(count, -(-count // machine.num_near))

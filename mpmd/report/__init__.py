@@ -1,1 +1,1 @@
-"""From a compiled or measured step to words, numbers and pictures about it; changes nothing."""
+"""Words, numbers and pictures about a compiled or measured step; changes nothing."""

@@ -9,16 +9,16 @@ from mpmd.report.steps import Step
 def trace_events(
     steps: Sequence[Step], ranks_of: Sequence[Sequence[int]], shapes: Mapping[int, Sequence[str]]
 ) -> Iterator[dict[str, object]]:
-    """The events of a Chrome trace: a process for each rank, with its host, its groups' devices, and what comes to it.
+    """Yields the events of a Chrome trace: a process for each rank, with its host, its groups' devices, and transfers.
 
     Args:
-      ranks_of: per group, its processes.
-      shapes: by the number of a loop, the shape of each microbatch; "" where there is one.
+      ranks_of: the processes of each group.
+      shapes: the shape of each microbatch, by the number of a loop; "" where there is only one shape.
     """
     first = min((s.start for s in steps), default=0.0)
     ranks = sorted({r for ranks in ranks_of for r in ranks})
     per_rank = 1 + len(ranks_of)
-    # Of its host; that of group g is g + 1 more. Perfetto takes id 0, and its process's, for the main thread.
+    # The thread of each rank's host; group g adds g + 1. Perfetto takes id 0, and the process id, for the main thread.
     threads = {rank: ranks[-1] + 1 + i * per_rank for i, rank in enumerate(ranks)}
     for rank, host in threads.items():
         yield _named("process_name", rank, host, name=f"rank {rank}")
@@ -35,7 +35,7 @@ def trace_events(
         for m in step.moves:
             number += 1
             common = {"cat": "transfer", "id2": {"local": hex(number)}, "pid": m.rank, "tid": threads[m.rank]}
-            common["name"] = f"from group {m.way.source} to {m.way.target}"  # Perfetto shows a row a name
+            common["name"] = f"from group {m.way.source} to {m.way.target}"  # Perfetto shows a row for each name
             args = {"value": str(m.way.value), "bytes": m.nbytes, "step": count}
             yield {**common, "ph": "b", "ts": _micros(m.start - first), "args": args}
             yield {**common, "ph": "e", "ts": max(_micros(m.start - first), _micros(m.end - first))}

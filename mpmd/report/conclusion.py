@@ -1,4 +1,4 @@
-"""What a report says first: how busy the groups are, what most time is lost to, and what to do about it."""
+"""The first sentences of a report: how busy the groups are, the largest loss of time, and one thing to do about it."""
 
 import contextlib
 from collections.abc import Sequence
@@ -23,9 +23,10 @@ _ADVICE = {
 
 
 def conclusion(profile: Profile | None, loops: Sequence[LoopProgram]) -> list[str]:
-    """Sentences: how busy the groups are; what costs most, and one thing to do, if anything does.
+    """Returns sentences: how busy the groups are, the largest cost, and one thing to do about it, if there is a cost.
 
-    Of what was measured; without a profile, of the schedule if all tasks take equally long. Empty without either.
+    They are about the profile. Without one, they are about the schedule if all tasks take equally long. Without a loop
+    either, there are none.
     """
     if profile is not None:
         return _measured(profile, loops)
@@ -69,7 +70,7 @@ def _advice(profile: Profile, index: int, part: TimeShare, loops: Sequence[LoopP
 
 
 def _bubble(loop: LoopProgram, times: int) -> float:
-    """The bubble with so many times the microbatches, where all tasks take equally long."""
+    """Returns the bubble with `times` as many microbatches, if all tasks take equally long."""
     if times == 1:
         return loop.loop.simulated().bubble_fraction
     return simulate(loop.loop.schedule, times * loop.loop.partition.info.num_microbatches).bubble_fraction
@@ -77,7 +78,7 @@ def _bubble(loop: LoopProgram, times: int) -> float:
 
 def _more_microbatches(loop: LoopProgram) -> str:
     count = loop.loop.partition.info.num_microbatches
-    with contextlib.suppress(ValueError):  # orders of one's own are for one number of microbatches
+    with contextlib.suppress(ValueError):  # custom orders are for one number of microbatches
         return (
             f"Use more microbatches: with {2 * count} in place of {count} the bubble is {_bubble(loop, 2):.0%} of the"
             f" loop in place of {_bubble(loop, 1):.0%}. mpmd.tune also compares schedules."

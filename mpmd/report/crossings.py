@@ -10,7 +10,7 @@ _SMALL = 64  # elements; a smaller argument is worth no warning
 
 
 def crossing_lines(outline: Outline) -> list[str]:
-    """A line for each of the largest values that cross outside of the loops, and a warning for each parameter."""
+    """Returns a line for each of the largest values that cross outside of the loops, and warnings about arguments."""
     transfers = sorted(
         (i for i in outline.items if isinstance(i, OutlineTransfer)), key=lambda t: -equations.nbytes(t.var.aval)
     )
@@ -44,7 +44,7 @@ def crossing_lines(outline: Outline) -> list[str]:
 
 
 def _made_of_arguments(outline: Outline) -> dict[compat.Var, compat.Var]:
-    """Large arguments, and what is made of them alone without changing their size: each with such an argument."""
+    """Maps large arguments, and values of the same size that depend on these alone, to such an argument."""
     found = {v: v for v in outline.trace.jaxpr.invars}
     for item in outline.items:
         for eqn in item.eqns if isinstance(item, Segment) else ():
@@ -59,7 +59,7 @@ def _made_of_arguments(outline: Outline) -> dict[compat.Var, compat.Var]:
 
 
 def _reason(outline: Outline, transfer: OutlineTransfer) -> str:
-    """Who reads a value that was sent: an equation of the user's, a stage, packed scalars or the caller."""
+    """Returns the reason for a transfer: a user's equation or a stage reads it, or the step returns it, or scalars."""
     if (num_scalars := outline.packed.get(transfer.var, 0)) > 0:
         return f"{num_scalars} scalars, packed"
     for item in outline.items:

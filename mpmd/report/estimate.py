@@ -1,7 +1,7 @@
 """Estimates the bytes that a step will need on each device, before anything is compiled.
 
-The walk is that of `memory.py`. Shardings are those that the partition expects too (`sharded_axes.py`); temporaries
-follow from the lifetimes of what fusion would not make disappear.
+The walk is the same as in `memory.py`. Shardings are the ones that the partition expects too (`sharded_axes.py`).
+Temporaries follow from the live ranges of the values that fusion would not remove.
 """
 
 from collections import defaultdict
@@ -26,10 +26,10 @@ from scheduler import Call, Program, Run
 
 
 class Draft(NamedTuple):
-    """A step that is not compiled: its program, and the bytes that are estimated for it.
+    """A step that is not compiled: its program, and its estimated bytes.
 
     Attributes:
-      temporaries: of an instruction, beside its arguments and results.
+      temporaries: estimates the bytes of an instruction beside its arguments and results.
     """
 
     program: Program
@@ -37,17 +37,17 @@ class Draft(NamedTuple):
     temporaries: Callable[[Run | Call], int]
 
     def memory(self) -> dict[int, dict[str, int]]:
-        """As `memory.measured`, for every group."""
+        """Returns estimates for every group, like `memory.measured`."""
         groups = range(len(self.program.groups))
         return {g: peaks(self.program, g, self.sizes, self.temporaries) for g in groups}
 
 
 def draft_of(outline: Outline, mesh: MpmdMesh, in_layouts: Sequence[Layout | None], donated_args: Set[int]) -> Draft:
-    """The program of a step and the sizes of its values, without compiling anything.
+    """Returns the program of a step and the sizes of its values, without compiling anything.
 
     Args:
-      in_layouts: per flat argument, its layout or None.
-      donated_args: flat arguments whose memory may be taken over.
+      in_layouts: the layout of each flat argument, or None.
+      donated_args: the donated flat arguments.
     """
     layouts = {v: layout for v, layout in zip(outline.trace.arguments, in_layouts, strict=True) if layout}
     largest = max(mesh.groups, key=lambda group: group.size)
@@ -79,13 +79,13 @@ def draft_of(outline: Outline, mesh: MpmdMesh, in_layouts: Sequence[Layout | Non
 def _temporaries(
     eqns: Sequence[compat.JaxprEqn], results: Iterable[compat.Var | compat.Literal], sharded: ShardedAxes
 ) -> int:
-    """The most bytes that an executable holds at once on each device, beside its arguments and results."""
+    """Returns the most bytes that an executable holds at once on each device, beside its arguments and results."""
     made = {v: eqn for eqn in eqns for v in equations.outputs(eqn)}
     stored = {v for v, eqn in made.items() if _is_stored(eqn)}
     for eqn in eqns:
         if equations.is_heavy(eqn) and not equations.changes_memory(eqn):
             stored.update(v for v in equations.variables(eqn.invars) if v in made and not equations.is_view(made[v]))
-    last: dict[compat.Var, int] = {}  # a value that fusion makes disappear keeps alive what it is made of
+    last: dict[compat.Var, int] = {}  # the end of each live range; a fused value extends the ranges of its inputs
     for position, eqn in reversed(list(enumerate(eqns))):
         until = max([position, *(last[v] for v in eqn.outvars if v in last and v not in stored)])
         last.update((v, max(until, last.get(v, 0))) for v in equations.variables(eqn.invars))
@@ -102,7 +102,7 @@ def _temporaries(
 
 
 def _is_stored(eqn: compat.JaxprEqn) -> bool:
-    """Whether XLA writes the results of an equation to memory rather than fuse them into their readers."""
+    """Returns whether XLA writes the results of an equation to memory rather than fuse them into their readers."""
     if equations.changes_memory(eqn) or equations.is_view(eqn):
         return False
     return equations.is_heavy(eqn) or eqn.primitive.name.startswith(("reduce", "arg", "gather", "random"))

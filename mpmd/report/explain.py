@@ -1,4 +1,4 @@
-"""Writes `explain()`: what runs where, what is sent, what it costs."""
+"""Writes `explain()`: the programs of each group, the transfers, and the costs of a step."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ from scheduler.optimize.cuts import Cut
 
 
 class StepTraffic(NamedTuple):
-    """What one process (or all of them) does in a step.
+    """The calls and transfers of one process (or of all of them) in a step.
 
     Attributes:
-      num_calls: executables that it calls.
-      num_moves: transfers that it has to do with.
-      bytes_moved: the bytes of these.
+      num_calls: the number of calls of executables.
+      num_moves: the number of transfers that the process takes part in.
+      bytes_moved: the bytes of these transfers.
       transport: how values go between groups.
     """
 
@@ -36,7 +36,7 @@ class StepTraffic(NamedTuple):
 
     @classmethod
     def of_all(cls, program: Program, transport: str, shares: Shares) -> "StepTraffic":
-        """What all groups do, by the program."""
+        """Returns the traffic of all groups, by the program."""
         num_calls = sum(isinstance(i, (Run, Call)) for group in program.groups for i in group)
         every = (sent_by(program, group, shares) for group in range(len(program.groups)))
         sent = [nbytes for of_group in every for sizes in of_group.values() for nbytes in sizes]
@@ -51,12 +51,12 @@ def explain(
     notes: Sequence[str] = (),
     limit: float | None = None,
 ) -> str:
-    """A table per group and stage, and the step's totals.
+    """Returns a table for each group and stage, and the step's totals.
 
     Args:
-      shares: of the microbatches of lists.
-      notes: lines on what crosses outside of the loops.
-      limit: bytes that a group may use on each device; None where nobody knows.
+      shares: the shares of the microbatches of lists.
+      notes: lines on the values that cross outside of the loops.
+      limit: bytes that a group may use on each device; None if that is not known.
     """
     lines = [f"step on {programs.mesh}"]
     memory, roles = measured(programs, program), Roles(programs.outline)
@@ -101,7 +101,7 @@ def explain(
 
 
 def _cut_line(layers: tuple[int, ...], cut: Cut | None) -> str:
-    """How many layers each stage gets, and what other cuts would cost."""
+    """Returns a line on the number of layers in each stage, and on the costs of other cuts."""
     if cut is None:
         return f"  layers of each stage: {layers}, as given by cuts="
 
@@ -121,7 +121,7 @@ def _cut_line(layers: tuple[int, ...], cut: Cut | None) -> str:
 
 
 def sent_by(program: Program, group: int, shares: Shares) -> dict[int, list[int]]:
-    """The bytes of each value that a group sends in a step, by the group that it goes to."""
+    """Returns the bytes of each value that a group sends in a step, by the group that it goes to."""
     sent: dict[int, list[int]] = defaultdict(list)
     for i in program.groups[group]:
         if isinstance(i, Send):
@@ -146,7 +146,7 @@ def _group_lines(
 
 
 def _memory_lines(memory: Mapping[int, Mapping[str, int]], limit: float | None) -> Iterator[str]:
-    """The group that needs most, against what a device has."""
+    """Yields a line that compares the group with the largest need to the memory of a device."""
     if limit is None or not memory:
         return
     group = max(memory, key=lambda g: memory[g]["peak"])
@@ -185,12 +185,12 @@ _BESIDE = " beside products"
 
 
 def collectives(programs: StepPrograms) -> dict[str, dict[str, int]]:
-    """How often each collective of XLA stands in each program that this process runs: `{"B0": {"all-reduce": 1}}`.
+    """Counts the collectives of XLA in each program that this process runs: `{"B0": {"all-reduce": 1}}`.
 
-    One that goes on while matrix products do is counted as `"all-reduce beside products"`.
+    A collective that runs while matrix products run is counted as `"all-reduce beside products"`.
 
-    A gradient that is summed over devices once a step has its `all-reduce` in a segment after the loop; in a backward
-    task it runs once a microbatch. See docs/compatibility.md for how to write the former.
+    If a gradient is summed over devices once a step, its `all-reduce` is in a segment after the loop. In a backward
+    task it runs once a microbatch. docs/compatibility.md explains how to write the former.
     """
     local = [programs.mesh.groups[g] for g in programs.mesh.local_groups]
     named = dict(programs.segments)
@@ -210,7 +210,7 @@ def collectives(programs: StepPrograms) -> dict[str, dict[str, int]]:
 
 
 def _collective_lines(programs: StepPrograms) -> Iterator[str]:
-    """Collectives inside of groups: those of tasks run once a microbatch, the others once a step."""
+    """Yields the collectives inside of groups: in tasks they run once a microbatch, elsewhere once a step."""
     found = collectives(programs)
     kinds = {n: "a step, around the loops" if n in programs.segments else "a microbatch, in tasks" for n in found}
     kinds |= {n: "of two tasks that run as one" for n in found if "+" in n}

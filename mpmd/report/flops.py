@@ -11,7 +11,7 @@ from scheduler import Program
 
 
 def cost_per_step(programs: StepPrograms, program: Program, shares: Shares) -> tuple[float, float]:
-    """Of all calls of one step on all devices: operations, and bytes read from and written to device memory."""
+    """Returns the operations, and the bytes to and from device memory, of all calls of one step on all devices."""
     flops = nbytes = 0.0
     for (executable, called), times in shares.calls(programs, program).items():
         own_flops, own_nbytes = _cost_of(executable)
@@ -21,13 +21,13 @@ def cost_per_step(programs: StepPrograms, program: Program, shares: Shares) -> t
 
 
 def flops_of(executable: Executable) -> float:
-    """Floating-point operations of a call, on all devices of its group."""
+    """Returns the floating-point operations of a call, on all devices of its group."""
     return _cost_of(executable)[0]
 
 
 def _cost_of(executable: Executable) -> tuple[float, float]:
-    """Operations and bytes of a call, on all devices of its group."""
-    # XLA tells nothing of a described device's program, and in a job it knows those alone that this process compiled.
+    """Returns the operations and bytes of a call, on all devices of its group."""
+    # XLA reports no costs for a described device, and in a job it knows only the programs that this process compiled.
     if compat.is_described(executable.mesh.devices.flat[0]) or jax.process_count() > 1:
         works = [work_of(program.jaxpr) for program in executable.runs]
         return sum(work.flops for work in works), sum(work.nbytes for work in works)

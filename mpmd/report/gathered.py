@@ -1,4 +1,4 @@
-"""Puts what all processes noted of timed steps together, as a `Profile`."""
+"""Joins the times that all processes noted of measured steps into a `Profile`."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -24,12 +24,12 @@ def profile_of(
     rows: Sequence[RecordedTimes],
     result: object,
 ) -> Profile:
-    """The profile of some steps, the same in all of `ranks`, which call this together.
+    """Returns the profile of some steps, the same in all of `ranks`, which call this together.
 
     Args:
-      loops: as `facts_of` gives them.
-      job: the job of several processes; None where this one runs everything.
-      rows: of this process, for each step.
+      loops: the results of `facts_of`.
+      job: the job of several processes; None where this process runs everything.
+      rows: the times of this process, for each step.
     """
     parts, error = list(rows), 0.0
     if job is not None:
@@ -45,12 +45,12 @@ def profile_of(
 def facts_of(
     loop: Loop, executables: Sequence[Mapping[Place, Executable]], shapes: Sequence[int], names: Sequence[str] = ("",)
 ) -> LoopFacts:
-    """What profiles have to know of a loop.
+    """Returns the facts about a loop for profiles.
 
     Args:
-      executables: of its tasks, for each shape of a microbatch.
-      shapes: of each microbatch, the number of its shape.
-      names: of the shapes.
+      executables: the executables of its tasks, for each shape of a microbatch.
+      shapes: the number of each microbatch's shape.
+      names: the names of the shapes.
     """
     partition, schedule = loop.partition, loop.schedule
 

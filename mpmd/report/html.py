@@ -22,7 +22,7 @@ from scheduler import Program, Timeline
 from scheduler.base.texts import counted, in_bytes, in_flops, in_seconds
 from scheduler.timing.colours import colour
 
-# A picture of more bars than this would make a browser slow.
+# A picture with more bars than this would make a browser slow.
 _MOST_BARS = 20000
 _TOOLS = (
     '<div class="tools"><button data-k="-" aria-label="zoom out">−</button><button data-k="+" aria-label="zoom in">+'
@@ -33,13 +33,13 @@ _TOOLS = (
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the page is made of.
+    """The content of the page.
 
     Attributes:
       explanation: the text of `explain()`.
-      estimate: per group, bytes per device as estimated before compiling.
-      profile: what was measured; None if nothing was.
-      shares: of the microbatches of lists.
+      estimate: the bytes per device of each group, as estimated before compiling.
+      profile: the measurement; None if there is none.
+      shares: the shares of the microbatches of lists.
     """
 
     programs: StepPrograms
@@ -51,7 +51,7 @@ class Facts:
 
 
 def report_page(facts: Facts) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     name = escape(facts.programs.name)
     made = {what: escape(text) for what, text in provenance(facts.programs.mesh).items()}
     where = f"<p class=soft>{made['date']} on {made['host']}, {made['devices']}</p>"
@@ -65,7 +65,7 @@ def report_page(facts: Facts) -> str:
 
 
 def _page(title: str, body: str) -> str:
-    """With its style (`page.css`) and its little script (`page.js`), so that it needs no other file."""
+    """Returns a page with its style (`page.css`) and its little script (`page.js`), so that it needs no other file."""
     style, script = (Path(__file__).with_name(name).read_text("utf-8") for name in ("page.css", "page.js"))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport"'
@@ -102,7 +102,7 @@ def _cards(facts: Facts) -> Iterator[str]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], cls: str = "") -> str:
-    """Cells are HTML. Of the class `last`, the last column is text."""
+    """Returns a table. Cells are HTML. In a table of the class `last`, the last column is text."""
     cells = "".join(f"<th>{h}</th>" for h in head)
     body = "".join(f"<tr>{''.join(f'<td>{c}</td>' for c in row)}</tr>" for row in rows)
     return f'<div class="wide"><table class="{cls}"><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -118,18 +118,18 @@ def _bar(start: float, length: float, whole: float, cls: str, said: str, text: s
 
 
 def _ink(fill: str) -> str:
-    """Black or white text, whichever is easier to read on a colour."""
+    """Returns black or white, whichever is easier to read on a colour."""
     red, green, blue = ((channel / 255) ** 2.2 for channel in bytes.fromhex(fill[1:]))
     return "#111" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "#fff"
 
 
 def _key(style: str, name: str) -> str:
-    """An entry of a legend: a square and what it stands for, in one line."""
+    """Returns an entry of a legend: a square and its meaning, in one line."""
     return f'<span class=named><span class=key style="background:var({style})"></span>{name}</span> '
 
 
 def _chart(lanes: Sequence[tuple[str, list[str]]], label: str, seconds: float | None = None) -> str:
-    """Lanes with a clock of so many seconds below, if the time is measured."""
+    """Returns lanes; if the time is measured, with a clock of this many seconds below."""
     rows = "".join(f'<div class="lane"><span class="name">{name}</span>{"".join(bars)}</div>' for name, bars in lanes)
     return (
         f'<div class="zoomed">{_TOOLS}<div class="chart" tabindex="0" role="group" aria-label="{escape(label)}">'
@@ -139,7 +139,7 @@ def _chart(lanes: Sequence[tuple[str, list[str]]], label: str, seconds: float | 
 
 
 def _clock(seconds: float) -> str:
-    """Round times, at most eleven."""
+    """Returns a clock with at most eleven round times."""
     shown = (
         f'<span{" class=last" * (t > 0.85 * seconds)} style="left:{100 * t / seconds:.3f}%">'
         f"{in_seconds(t) if t else '0'}</span>"
@@ -189,7 +189,7 @@ def _spent_row(profile: Profile, group: int) -> tuple[str, ...]:
 
 
 def _measured_bars(profile: Profile, group: int, whole: float, num_stages: int) -> list[str]:
-    """What a group ran, when it waited for a transfer, and what came to it."""
+    """Returns bars for the runs of a group, its waits for transfers, and the values that came to it."""
     step, bars = profile.typical, []
     for w in step.waits[group]:
         r, start, seconds = w.run, w.run.start - step.start, w.run.end - w.run.start
@@ -322,7 +322,7 @@ def _against(facts: Facts) -> Iterator[str]:
 
 
 def _device_peak(facts: Facts, group: int) -> int:
-    """The most bytes that a device of a group has used, where it counts them."""
+    """Returns the most bytes that a device of a group has used, where it counts them."""
     device = facts.programs.mesh.groups[group].devices.flat[0]
     if facts.profile is None or facts.programs.mesh.is_described:
         return 0
@@ -333,7 +333,7 @@ def _device_peak(facts: Facts, group: int) -> int:
 
 
 def _round_ticks(most: float, count: int) -> list[float]:
-    """Round numbers from 0 to `most`, about so many.
+    """Returns about `count` round numbers from 0 to `most`.
 
     Examples:
       >>> _round_ticks(64.8, 10), _round_ticks(4.47, 4)
@@ -345,7 +345,7 @@ def _round_ticks(most: float, count: int) -> list[float]:
 
 
 def _memory_chart(history: Sequence[Mapping[str, int]], most: float, title: str) -> str:
-    """A figure. The horizontal axis counts instructions.
+    """Returns a figure. The horizontal axis counts instructions.
 
     Args:
       history: bytes by kind, after each instruction.

@@ -1,4 +1,4 @@
-"""What to know of a loop before a big run: balance, what crosses and why, what is done twice, sums over groups."""
+"""Notes on a loop before a big run: balance, transfers and their reasons, repeated work, sums over groups."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +19,14 @@ from scheduler.task import reads_of
 
 _SHOWN = 6
 _SMALL = 64  # elements; a smaller gradient is worth no warning
-# A better cut that saves less than this share of a loop's time is not worth a word of advice.
+# Advice that saves less than this share of a loop's time is not worth a line.
 _WORTH = 0.1
 _BUBBLE = 0.3
-_MOST_TASKS = 100_000  # put on a clock for a line of text
+_MOST_TASKS = 100_000  # simulated for a line of text
 
 
 def loop_lines(program: LoopProgram, roles: Roles, bubble: float) -> Iterator[str]:
-    """The notes on one loop, for `explain()`.
+    """Yields the notes on one loop, for `explain()`.
 
     Args:
       bubble: the share of the time that groups idle if all tasks take equally long.
@@ -39,14 +39,14 @@ def loop_lines(program: LoopProgram, roles: Roles, bubble: float) -> Iterator[st
     yield from _repeats(loop)
     if (undivided := undivided_backward(loop)) is not None:
         yield f"warning: {undivided}"
-    yield from dict.fromkeys(_sums_over_groups(loop, roles))  # rows of one stacked array have a sum each
+    yield from dict.fromkeys(_sums_over_groups(loop, roles))  # each row of a stacked array has its own sum
 
 
 # --- balance --------------------------------------------------------------------------------------
 
 
 def _balance(program: LoopProgram, bubble: float) -> Iterator[str]:
-    """How unequal the stages are, what equal ones would save, and how much of the time a group idles."""
+    """Yields notes on unequal stages, the savings of equal ones, and the share of time in which groups idle."""
     loop = program.loop
     info, num_stages = loop.partition.info, len(loop.schedule.placement)
     operations = _operations(program)
@@ -80,10 +80,10 @@ def _balance(program: LoopProgram, bubble: float) -> Iterator[str]:
 
 
 def order_lines(loop: Loop, costs: Costs) -> Iterator[str]:
-    """What the order of the microbatches of a list costs.
+    """Yields notes on the cost of the order of a list's microbatches.
 
     Args:
-      costs: with those of each microbatch.
+      costs: the costs, including the costs of each microbatch.
     """
     schedule, num = loop.schedule, len(costs.microbatches)
     now, num_tasks = simulate(schedule, num, costs), sum(map(len, loop.orders))
@@ -105,10 +105,10 @@ def order_lines(loop: Loop, costs: Costs) -> Iterator[str]:
 
 
 def _saved(loop: Loop, operations: Mapping[str, Any]) -> float:
-    """The share of the loop's time that equal stages would save."""
+    """Returns the share of the loop's time that equal stages would save."""
     placement = loop.schedule.placement
     equal = {name: sum(value) / len(value) for name, value in operations.items()}
-    if sum(map(len, loop.orders)) > _MOST_TASKS:  # then the busiest group alone decides
+    if sum(map(len, loop.orders)) > _MOST_TASKS:  # then only the busiest group counts
         busy = [0.0] * (max(placement) + 1)
         for stage, group in enumerate(placement):
             busy[group] += sum(value[stage] for value in operations.values())
@@ -118,7 +118,7 @@ def _saved(loop: Loop, operations: Mapping[str, Any]) -> float:
 
 
 def _operations(program: LoopProgram) -> dict[str, tuple[float, ...]]:
-    """Operations of each stage's tasks, as `Costs` takes seconds."""
+    """Returns the operations of each stage's tasks, in the form of arguments for `Costs`."""
     found: dict[str, list[float]] = {kind: [0.0] * len(program.loop.schedule.placement) for kind in "FBIWR"}
     for place, task in program.tasks.items():
         found[place.kind][place.stage] = flops_of(task.executable) if task.executable is not None else 0.0
@@ -131,7 +131,7 @@ def _operations(program: LoopProgram) -> dict[str, tuple[float, ...]]:
 
 
 def _crossings(loop: Loop) -> Iterator[str]:
-    """The values of a microbatch that go from a stage to another group, equal ones in one line, the largest first."""
+    """Yields lines on a microbatch's values that go to another group, the largest first; equal ones share a line."""
     group = loop.group
     makers = {v: t for t in loop.partition.tasks for v in t.writes}
     readers: dict[compat.Var, list[TaskBody]] = defaultdict(list)
@@ -141,7 +141,7 @@ def _crossings(loop: Loop) -> Iterator[str]:
     alike: dict[tuple[int, str, str, str], list[str]] = defaultdict(list)
     gradients = num_gradients = 0
     for v, maker in makers.items():
-        first = {group(t.place): t for t in reversed(readers[v])}  # per group, the first that reads it
+        first = {group(t.place): t for t in reversed(readers[v])}  # the first reader in each group
         for target in sorted(first.keys() - {group(maker.place)}):
             reader = first[target]
             nbytes = equations.nbytes(v.aval)
@@ -166,9 +166,9 @@ def _crossings(loop: Loop) -> Iterator[str]:
 
 
 def gathered_gradients(loop: Loop) -> str | None:
-    """Says which whole gradients go to another group in each microbatch, for work that needs those of all stages.
+    """Describes whole gradients that go to another group in each microbatch, for work on the gradients of all stages.
 
-    These are the large values of the backward pass that cross, and of which no other gradient is made.
+    These are the large values of the backward pass that cross and that no other gradient is computed from.
     """
     tasks = loop.partition.tasks
     makers = {v: t.place for t in tasks if t.place.kind != "F" for v in t.writes}
@@ -225,7 +225,7 @@ def _listed(ways: Sequence[str]) -> str:
 
 
 def _repeats(loop: Loop) -> Iterator[str]:
-    """Cheap equations that several stages do, and what `jax.checkpoint` does again."""
+    """Yields notes on cheap equations that several stages compute, and on the recomputation of `jax.checkpoint`."""
     tasks = loop.partition.tasks
     stages: dict[compat.Var, set[int]] = defaultdict(set)
     made: dict[compat.Var, compat.JaxprEqn] = {}
@@ -249,7 +249,7 @@ def _repeats(loop: Loop) -> Iterator[str]:
 
 
 def undivided_backward(loop: Loop) -> str | None:
-    """Says in which stages the schedule orders the weight half of a backward apart in vain, and what holds it back."""
+    """Describes the stages where the schedule splits the weight half of a backward off in vain, and the reason."""
     tasks = {t.place: t for t in loop.partition.tasks}
     held: dict[int, compat.JaxprEqn] = {}
     for place, task in tasks.items():
@@ -281,9 +281,9 @@ def _recomputed(eqn: compat.JaxprEqn) -> float:
 
 
 def _sums_over_groups(loop: Loop, roles: Roles) -> Iterator[str]:
-    """Gradients whose parts arise in several groups."""
+    """Yields notes on gradients with parts from several groups."""
     partition = loop.partition
-    arguments: dict[int, set[compat.Var]] = defaultdict(set)  # per stage, what it reads
+    arguments: dict[int, set[compat.Var]] = defaultdict(set)  # the arguments that each stage reads
     for t in partition.tasks:
         arguments[t.place.stage] |= roles.arguments(t.operands)
     stages = {a.result: {a.place.stage} for a in partition.accumulators}

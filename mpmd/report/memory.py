@@ -1,7 +1,7 @@
 """Adds up the bytes that a compiled step needs on each device, for any checked program.
 
-A walk over the program of each group adds up what is alive: arguments, accumulators, and the activations of the
-microbatches in flight, in the sharding that each has.
+A walk over the program of each group adds up the live values: arguments, accumulators, and the activations of the
+microbatches in flight, each in its sharding.
 """
 
 import functools
@@ -21,14 +21,14 @@ KINDS = ("parameters", "state", "data", "gradients", "activations", "temporaries
 
 
 def measured(programs: StepPrograms, program: Program) -> dict[int, dict[str, int]]:
-    """Per group, bytes per device, with the temporaries that XLA reports.
+    """Returns the bytes per device of each group, with the temporaries that XLA reports.
 
     Returns:
-      For each group of this process: `parameters`, `state` (the optimizer's, and what else comes back), `data`, their
-      sum `arguments` (new state takes the place of the donated argument); the peaks of `gradients` (accumulators, what
-      is made of them, and new state beside the old one) and of `activations` (values of microbatches); the largest
-      `temporaries` of an executable; `peak`, the most of all of it at one time; and `host`, the peak of what is kept in
-      host memory.
+      For each group of this process: `parameters`, `state` (the optimizer's state, and other returned arguments),
+      `data`, their sum `arguments` (new state takes the place of the donated argument); the peaks of `gradients`
+      (accumulators, values computed from them, and new state while the old one lives) and of `activations` (values of
+      microbatches); the largest `temporaries` of an executable; `peak`, the most of all kinds together at one time;
+      and `host`, the peak in host memory.
     """
     sizes = Sizes(programs.outline, programs.mesh, programs.layouts)
     temporaries = temporaries_of(programs)
@@ -36,13 +36,13 @@ def measured(programs: StepPrograms, program: Program) -> dict[int, dict[str, in
 
 
 def over_time(programs: StepPrograms, program: Program, group: int) -> list[dict[str, int]]:
-    """Bytes of each of `KINDS` on a device of a group of this process, after each of its instructions that adds any."""
+    """Returns the bytes of each of `KINDS` on a device of a local group, after each instruction that adds any."""
     sizes = Sizes(programs.outline, programs.mesh, programs.layouts)
     return list(_alive(program, group, sizes, temporaries_of(programs)))
 
 
 def temporaries_of(programs: StepPrograms) -> Callable[[Run | Call], int]:
-    """The bytes on each device that XLA reports for an instruction's executables, beside arguments and results."""
+    """Returns a function for the bytes on each device that XLA reports as an instruction's temporaries."""
 
     @functools.cache
     def of_one(executable: Executable) -> int:
@@ -52,13 +52,13 @@ def temporaries_of(programs: StepPrograms) -> Callable[[Run | Call], int]:
 
 
 class Sizes:
-    """What each value of a program takes on a device of a group, and what it is to the step.
+    """The bytes of each value of a program on a device of a group, and its kind.
 
     Args:
-      layouts: spec and memory kind of each variable of the step; replicated where nothing is said.
+      layouts: spec and memory kind of each variable of the step; variables without a layout are replicated.
 
     Attributes:
-      successors: for each new state leaf, the argument whose place it takes.
+      successors: for each new state leaf, the argument that it replaces.
     """
 
     def __init__(self, outline: Outline, mesh: MpmdMesh, layouts: Mapping[compat.Var, Layout]):
@@ -77,11 +77,11 @@ class Sizes:
         self._known: dict[tuple[str, int], tuple[int, bool]] = {}
 
     def nbytes(self, value: Value, group: int) -> tuple[int, bool]:
-        """Bytes on each device, and whether they are in host memory."""
+        """Returns the bytes on each device, and whether they are in host memory."""
         return self.nbytes_of(value.name, group)
 
     def nbytes_of(self, name: str, group: int) -> tuple[int, bool]:
-        """As `nbytes`, for a variable by its name."""
+        """Returns the same as `nbytes`, for a variable by its name."""
         key = name, group
         if key not in self._known:
             v = self._vars[name]
@@ -91,15 +91,15 @@ class Sizes:
         return self._known[key]
 
     def kind(self, value: Value) -> str:
-        """One of `KINDS`."""
+        """Returns one of `KINDS`."""
         return "activations" if value.microbatch is not None else self._kinds.get(value.name, "gradients")
 
 
 def peaks(program: Program, group: int, sizes: Sizes, temporaries: Callable[[Run | Call], int]) -> dict[str, int]:
-    """The most bytes of each kind that a device of a group holds at one time, as `measured` returns them.
+    """Returns the most bytes of each kind that a device of a group holds at one time, in the form of `measured`.
 
     Args:
-      temporaries: how many bytes an instruction's executables need beside their arguments and results.
+      temporaries: returns the bytes that an instruction's executables need beside their arguments and results.
     """
     most: dict[str, int] = dict.fromkeys((*KINDS, "peak", "host"), 0)
     for now in _alive(program, group, sizes, temporaries):
@@ -111,7 +111,7 @@ def peaks(program: Program, group: int, sizes: Sizes, temporaries: Callable[[Run
 def _alive(
     program: Program, group: int, sizes: Sizes, temporaries: Callable[[Run | Call], int]
 ) -> Iterator[dict[str, int]]:
-    """Bytes by kind, in all (`peak`) and in host memory (`host`): at first, and with each instruction that adds any."""
+    """Yields bytes by kind, in all (`peak`) and in host memory (`host`): at first, and when an instruction adds any."""
     account = _Account(group, sizes)
     account.add(program.inputs[group])
     yield account.now()
@@ -128,7 +128,7 @@ def _alive(
 
 
 class _Account:
-    """What is alive in a group."""
+    """The live values in a group."""
 
     def __init__(self, group: int, sizes: Sizes):
         self._group, self._sizes = group, sizes
@@ -138,7 +138,7 @@ class _Account:
 
     def add(self, values: Iterable[Value]) -> None:
         for value in values:
-            if value not in self._live:  # else an accumulator that a task takes over and gives back
+            if value not in self._live:  # else it is an accumulator that a task updates in place
                 self._live[value] = self._kind(value)
                 self._count(value, 1)
 
@@ -154,7 +154,7 @@ class _Account:
         return {**now, "peak": sum(now[kind] for kind in KINDS)}
 
     def _kind(self, value: Value) -> str:
-        """Of a new state leaf, the kind of the argument that it replaces, once that is gone."""
+        """Returns the kind of a value; for new state, the kind of the argument that it replaces, once that is gone."""
         replaced = self._sizes.successors.get(value.name)
         return self._sizes.kind(Value(replaced) if replaced in self._gone else value)
 

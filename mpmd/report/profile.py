@@ -18,23 +18,24 @@ from scheduler.task import Orders, Reads
 from scheduler.timing.simulate import simulate_orders, timeline_of
 from scheduler.timing.timeline import to_text
 
-# A rank or a device this much slower than its like is named.
+# A rank or a group that is slower by this factor than similar ones is named.
 _SLOW = 1.15
-# So many tasks of a group can be told apart in a row of text.
+# This many tasks of a group can be told apart in a row of text.
 _DRAWN = 60
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopFacts:
-    """What a profile has to know of a pipelined loop.
+    """The facts about a pipelined loop in a profile.
 
     Attributes:
-      placement: per stage, its group.
-      reads: per stage, the stages that it exchanges values with; None for a chain.
-      orders: per group, the tasks that it should run, in order.
-      shapes: of each microbatch, the shape; those of arrays are all "".
-      flops: of a task of a stage and kind, on all devices of its group; of a list, the mean over its microbatches.
-      labels: per stage, its name; empty if it has none.
+      placement: the group of each stage.
+      reads: the stages that each stage exchanges values with; None for a chain.
+      orders: the planned tasks of each group, in order.
+      shapes: the shape of each microbatch; "" for all microbatches of arrays.
+      flops: the operations of a task by stage and kind, on all devices of its group; for a list, the mean over its
+        microbatches.
+      labels: the name of each stage; empty if it has none.
     """
 
     number: int
@@ -48,21 +49,21 @@ class LoopFacts:
 
     @property
     def num_microbatches(self) -> int:
-        """Of the measured steps."""
+        """The number of microbatches in each measured step."""
         return len(self.shapes)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Profile:
-    """What `Compiled.profile` measured. `str()` says what took how long and why.
+    """A measurement by `Compiled.profile`. `str()` lists the parts of the time and their reasons.
 
     Attributes:
-      name: of the step.
-      steps: each measured step, in order.
-      ranks: per group, its processes.
+      name: the name of the step.
+      steps: the measured steps, in order.
+      ranks: the processes of each group.
       loops: the pipelined loops of the step.
-      clock_error_s: how far the clocks of two processes may be apart.
-      result: of the last step, as a call returns it.
+      clock_error_s: the largest error of the difference between the clocks of two processes.
+      result: the result of the last step, as a call returns it.
     """
 
     name: str
@@ -78,10 +79,10 @@ class Profile:
         return sorted(self.steps, key=lambda s: s.seconds)[(len(self.steps) - 1) // 2]
 
     def _facts_of(self, loop: int) -> LoopFacts:
-        """Of a loop by its number among those of the step, or from the last one.
+        """Returns the facts about a loop by its index in the step; negative indices count from the last loop.
 
         Raises:
-          ValueError: there is none.
+          ValueError: there is no such loop.
         """
         try:
             return self.loops[loop]
@@ -90,16 +91,16 @@ class Profile:
             raise ValueError(f"profile: the step has {number}, so there is no loop {loop}.") from None
 
     def timeline(self, loop: int = -1, step: Step | None = None) -> Timeline:
-        """A loop of a step (of the typical one) as a `scheduler.Timeline`; its costs are the median durations."""
+        """Returns a loop of a step (by default of the typical one) as a `scheduler.Timeline` with median durations."""
         facts = self._facts_of(loop)
         step = self.typical if step is None else step
         runs = [r for group in step.by_group for r in group if r.tasks and r.loop == facts.number]
         return timeline_of(((r.group, r.tasks, r.start, r.end) for r in runs), facts.placement, "measured")
 
     def costs(self, loop: int = -1) -> Costs:
-        """What a loop took, over all steps: medians by stage and kind of task, means of transfers by pair of groups.
+        """Returns the costs of a loop over all steps: medians by stage and kind, mean transfers by pair of groups.
 
-        Of a list of several shapes each shape is measured on its own; these are the costs of its `microbatches`.
+        In a list with several shapes, each shape is measured separately, for `Costs.microbatches`.
         """
         facts = self._facts_of(loop)
         found = {shape: self._costs_of(facts, {shape}) for shape in dict.fromkeys(facts.shapes)}
@@ -109,7 +110,7 @@ class Profile:
         return dataclasses.replace(self._costs_of(facts, found), microbatches=every)
 
     def _costs_of(self, facts: LoopFacts, shapes: Container[str]) -> Costs:
-        """Of the microbatches of some shapes."""
+        """Returns the costs of the microbatches of some shapes."""
         own = {m for m, shape in enumerate(facts.shapes) if shape in shapes}
         durations = [
             (task, (r.end - r.start) / len(r.tasks))
@@ -131,7 +132,7 @@ class Profile:
         return Costs(transfer_s=(*transfers, 0.0), **have)
 
     def simulated(self, costs: Costs | None = None, loop: int = -1) -> Timeline:
-        """The loop on a clock, with these costs for its tasks; by default those that were measured."""
+        """Simulates the loop with these costs for its tasks; by default with the measured ones."""
         facts = self._facts_of(loop)
         runs = [r for group in self.typical.by_group for r in group if r.loop == facts.number]
         kinds = {task.kind for r in runs for task in r.tasks}
@@ -148,19 +149,19 @@ class Profile:
     __repr__ = object.__repr__
 
     def to_chrome_trace(self) -> str:
-        """All steps as Chrome-trace JSON, which Perfetto opens: one process a rank."""
+        """Returns all steps as Chrome-trace JSON, which Perfetto opens: one process for each rank."""
         events = trace_events(self.steps, self.ranks, {facts.number: facts.shapes for facts in self.loops})
         return json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"})
 
 
 @dataclasses.dataclass(frozen=True)
 class TimeShare:
-    """A part of the time that a loop took, and where it comes from.
+    """A part of the time of a loop, and its cause.
 
     Attributes:
-      seconds: the part; the parts of a loop add up to what was measured.
-      name: in a few words.
-      detail: what to look at; may be empty.
+      seconds: the seconds of the part; the parts of a loop add up to the measured time.
+      name: the cause in a few words.
+      detail: a detail to look at; may be empty.
     """
 
     seconds: float
@@ -195,12 +196,12 @@ def _lines(profile: Profile) -> Iterator[str]:
 
 
 def _picture(timeline: Timeline) -> list[str]:
-    """A row a group. Tasks that take unequally long are drawn by their share of the time."""
+    """Returns a row for each group. Tasks that take unequally long are drawn by their share of the time."""
     return [line[: line.rindex("|") + 1] for line in to_text(timeline).splitlines()[1:] if "|" in line]
 
 
 def _middle(timeline: Timeline) -> Timeline:
-    """As much of the middle as can be drawn task by task."""
+    """Returns the largest middle part that can be drawn task by task."""
     share = _DRAWN / max(map(len, timeline.orders))
     if share >= 1:
         return timeline
@@ -215,7 +216,7 @@ def _middle(timeline: Timeline) -> Timeline:
 
 
 def _group_table(profile: Profile) -> Iterator[str]:
-    """How each group spent the typical step."""
+    """Yields a table of how each group spent the typical step."""
     step = profile.typical
     rows: list[tuple[str, ...]] = [
         ("group", "ranks", "computes", "waits for others", "waits for transfers", "waits for its host")
@@ -229,7 +230,7 @@ def _group_table(profile: Profile) -> Iterator[str]:
 
 
 def loop_parts(profile: Profile, index: int = -1) -> list[TimeShare]:
-    """What the time of a loop is made of, each part by one simulation more than the one before."""
+    """Returns the parts of a loop's time. Each part is the difference between two successive simulations."""
     facts, num_stages = profile.loops[index], len(profile.loops[index].placement)
     measured = statistics.median(profile.timeline(index, step).makespan for step in profile.steps)
     costs = profile.costs(index)
@@ -260,7 +261,7 @@ SHAPE_HEAD = ("shape of a microbatch", "how many", "forward", "backward", "times
 
 
 def shape_table(profile: Profile, index: int = -1) -> list[tuple[str, ...]]:
-    """What a microbatch of each shape took in all stages together, below a head; empty where there is one shape."""
+    """Returns rows, below a head, with the time of a microbatch of each shape over all stages; none for one shape."""
     facts, costs = profile.loops[index], profile.costs(index)
     if not costs.microbatches:
         return []
@@ -282,14 +283,14 @@ def _longest(costs: Costs, num_stages: int) -> str:
 
 
 def _equal(costs: Costs, facts: LoopFacts) -> Costs:
-    """The same work, with every stage the same."""
+    """Returns costs of the same total work with equal stages."""
     num = len(facts.placement)
     forward, backward, weights = (sum(costs.per_stage(n, num)) / num for n in ("forward", "input_grad", "weight_grad"))
     return Costs(forward, backward, weights)
 
 
 def stage_seconds(costs: Costs, num_stages: int) -> list[float]:
-    """Per stage, what a microbatch takes, forward and backward."""
+    """Returns the seconds of a microbatch in each stage, forward and backward together."""
     lists = (costs.per_stage(name, num_stages) for name in ("forward", "input_grad", "weight_grad"))
     return [sum(parts) for parts in zip(*lists, strict=True)]
 
@@ -304,7 +305,7 @@ def _slowest_stage(costs: Costs, facts: LoopFacts) -> str:
 
 
 def _slowest_link(profile: Profile) -> str:
-    """The pair of groups whose transfers were waited for most, in the typical step."""
+    """Describes the pair of groups with the longest waits for transfers, in the typical step."""
     step = profile.typical
     exposed: dict[tuple[int, int], float] = defaultdict(float)
     for w in (w for waits in step.waits for w in waits):
@@ -331,7 +332,7 @@ def _rest(profile: Profile) -> str:
 
 
 def stragglers(profile: Profile, index: int = -1) -> Iterator[str]:
-    """Ranks that are slower than others with the same work, and groups that compute fewer operations a second."""
+    """Yields ranks that are slower than others with the same work, and groups with fewer operations a second."""
     facts = profile.loops[index]
     medians = task_seconds(profile, facts)
     by_task: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
@@ -349,7 +350,7 @@ def stragglers(profile: Profile, index: int = -1) -> Iterator[str]:
 
 
 def task_seconds(profile: Profile, facts: LoopFacts) -> dict[tuple[int, str, int], float]:
-    """By stage, kind and rank, the median seconds of tasks that ran alone; the mean over the microbatches of a list."""
+    """Returns median seconds of tasks that ran alone, by stage, kind and rank; for a list, means over microbatches."""
     own: dict[tuple[int, str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for r in (r for step in profile.steps for r in step.runs):
         if len(r.tasks) == 1 and r.loop == facts.number:

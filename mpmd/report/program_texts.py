@@ -1,4 +1,4 @@
-"""The text of a compiled step's programs, as they go to XLA and as it compiled them."""
+"""The text of a compiled step's programs, before and after XLA's compilation."""
 
 from mpmd.compile.executable import Executable
 from mpmd.compile.step import StepPrograms
@@ -7,7 +7,7 @@ DIALECTS = ("hlo", "stablehlo")
 
 
 def texts(programs: StepPrograms, stage: int | None, kind: str | None, dialect: str | None) -> str:
-    """The programs of tasks (of segments too where neither stage nor kind is given), each under a line that names it.
+    """Returns the programs of tasks (and segments, if neither stage nor kind is given), each below its name.
 
     Raises:
       ValueError: there is no such dialect, or no such task.

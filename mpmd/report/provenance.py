@@ -1,4 +1,4 @@
-"""Where and with what a report was made: date, host, command, versions and devices."""
+"""The origin of a report: date, host, command, versions and devices."""
 
 import datetime
 import importlib.metadata
@@ -14,7 +14,7 @@ from mpmd.arrays.mesh import MpmdMesh
 
 
 def provenance(mesh: MpmdMesh) -> dict[str, str]:
-    """In the order in which they are shown."""
+    """Returns the entries in the order in which they are shown."""
     devices = Counter((d.platform, d.device_kind) for group in mesh.groups for d in group.devices.flat)
     kinds = (f"{n} × {kind if kind == where else f'{kind} ({where})'}" for (where, kind), n in devices.items())
     count = jax.process_count()

@@ -1,4 +1,4 @@
-"""Finds the mesh axes inside of the groups over which no heavy work is divided: their devices all compute the same."""
+"""Finds mesh axes inside of groups along which no heavy work is divided: all devices along them compute the same."""
 
 import math
 from collections import Counter
@@ -11,15 +11,15 @@ from mpmd.compile.executable import DistinctProgram, Executable
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.work import work_of
 
-# A step with fewer operations in its products takes about as long on any number of devices.
+# With fewer operations in its products, a step takes about the same time on any number of devices.
 _WORTH = 1e6
 _PAGE = "docs/inside-a-group.md"
 
 
 def repetition(programs: StepPrograms) -> str | None:
-    """Which devices compute the same, and what to write; None if none do, or in a small step.
+    """Returns a text on devices that compute the same, with advice; None if none do, or for a small step.
 
-    Only shardings are looked at, which every process has, so no program is compiled or waited for.
+    It reads only shardings, which every process has, so it compiles no program and waits for none.
     """
     if not (axes := _repeated(programs)):
         return None
@@ -38,7 +38,7 @@ def repetition(programs: StepPrograms) -> str | None:
 
 
 def _repeated(programs: StepPrograms) -> list[str]:
-    """The axes along which more than half of the heavy work is not divided."""
+    """Returns the axes along which more than half of the heavy work is not divided."""
     mesh = programs.mesh.groups[0]
     unnamed = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     if not unnamed:
@@ -60,7 +60,7 @@ def _repeated(programs: StepPrograms) -> list[str]:
 
 
 def _called(programs: StepPrograms) -> Iterator[tuple[Executable, int]]:
-    """The tasks of the loops, or without a loop the segments, and how often a step runs each."""
+    """Yields the tasks of the loops (the segments of a step without a loop), and how often a step runs each."""
     for loop in programs.loops:
         for executable in loop.executables.values():
             yield executable, loop.loop.partition.info.num_microbatches
@@ -70,9 +70,9 @@ def _called(programs: StepPrograms) -> Iterator[tuple[Executable, int]]:
 
 
 def _axes_at_edges(executable: Executable) -> Iterator[str]:
-    """The mesh axes along which an argument or result is divided.
+    """Yields the mesh axes along which an argument or result is divided.
 
-    A batch that is divided along its microbatches counts for nothing: each device gets the whole of a microbatch.
+    A batch that is divided along its microbatches does not count: each device gets whole microbatches.
     """
     jaxpr = executable.compiled.jaxpr
     picked = _picked(jaxpr)
@@ -82,7 +82,7 @@ def _axes_at_edges(executable: Executable) -> Iterator[str]:
 
 
 def _picked(jaxpr: compat.Jaxpr) -> dict[compat.Var, frozenset[int]]:
-    """Per argument and result, the array axes along which a program does no more than read or write some positions."""
+    """Returns the array axes of arguments and results along which a program only reads or writes some positions."""
     found = {v: frozenset(range(len(v.aval.shape))) for v in jaxpr.invars}
     for eqn in jaxpr.eqns:
         for position, v in enumerate(eqn.invars):
@@ -94,7 +94,7 @@ def _picked(jaxpr: compat.Jaxpr) -> dict[compat.Var, frozenset[int]]:
 
 
 def _picked_by(eqn: compat.JaxprEqn) -> frozenset[int]:
-    """The array axes of its first operand along which an equation reads or writes some positions."""
+    """Returns the array axes of its first operand along which an equation reads or writes some positions."""
     if eqn.primitive.name == "dynamic_update_slice":
         sizes = eqn.invars[1].aval.shape
     else:
@@ -105,7 +105,7 @@ def _picked_by(eqn: compat.JaxprEqn) -> frozenset[int]:
 
 
 def _axes_inside(jaxpr: compat.Jaxpr) -> Iterator[str]:
-    """The mesh axes that constraints, types and `shard_map` name in a program."""
+    """Yields the mesh axes that constraints, types and `shard_map` name in a program."""
     for eqn in compat.all_equations(jaxpr):
         if eqn.primitive.name == "shard_map":
             yield from eqn.params["newly_manual_axes"]
@@ -116,7 +116,7 @@ def _axes_inside(jaxpr: compat.Jaxpr) -> Iterator[str]:
 
 
 def _axes_of(sharding: object, without: Collection[int] = ()) -> Iterator[str]:
-    """The mesh axes that a sharding names, but for some axes of the array."""
+    """Yields the mesh axes in a sharding, except at some axes of the array."""
     if isinstance(sharding, NamedSharding):
         yield from sharding.spec.unreduced  # each device holds a sum over its own rows
         for i, entry in enumerate(sharding.spec.partitions):

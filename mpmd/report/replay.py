@@ -12,13 +12,13 @@ from scheduler.base import texts
 from scheduler.base.texts import counted, in_seconds
 from scheduler.engine import run_until_blocked
 
-# Ranks wait this share of the time before anything is said of a slow one.
+# A slow rank is reported if others wait for it for more than this share of the time.
 _MUCH = 0.2
-# Samples of less time than this say nothing.
+# Samples of a shorter time than this are ignored.
 _SHORTEST_S = 2.0
-# A wait that is no longer than this is none.
+# A wait that is not longer than this is ignored.
 _SHORT_S = 0.25
-# Between the end of a wait and the record, where another rank's end ended the wait.
+# The longest time from the end of a wait to the record, where the end of another rank ended the wait.
 _SHORTLY_S = 5.0
 _MAX_CELL = 60
 
@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 
 def replay(records: Mapping[int, Record], plans: Mapping[str, Program]) -> str:
-    """All of it: the verdict, the plan, each rank's last instruction, who waited for whom, and who was slow.
+    """Returns the report: the verdict, the plan, each rank's last instruction, who waited for whom, and who was slow.
 
     Args:
       records, plans: from `flight_files.read`.
@@ -55,7 +55,7 @@ def _lines(records: Mapping[int, Record], plans: Mapping[str, Program]) -> Itera
 
 
 def _verdict(records: Mapping[int, Record]) -> str:
-    """The line that most records begin with; of as many, one that names a rank."""
+    """Returns the most frequent verdict in the records; on a tie, one that names a rank."""
     records = _telling(records)
     said = [r["why"] for r in records.values()]
     most = max(sorted(set(said)), key=lambda why: (said.count(why), why.startswith("jax-mpmd: rank ")))
@@ -64,7 +64,7 @@ def _verdict(records: Mapping[int, Record]) -> str:
 
 
 def _telling(records: Mapping[int, Record]) -> Mapping[int, Record]:
-    """The records that say why the job ended: from outside, or by a verdict, whichever came first."""
+    """Returns the records about the end of the job: from outside, or by a verdict, whichever came first."""
     ended = {rank: r for rank, r in records.items() if r["why"] != "asked for"} or dict(records)
     first = min(ended.values(), key=lambda r: r.get("wall", 0.0))
     return {rank: r for rank, r in ended.items() if bool(r.get("interrupted")) == bool(first.get("interrupted"))}
@@ -76,7 +76,7 @@ def _guilty(records: Mapping[int, Record]) -> int | None:
 
 
 def _boards(records: Mapping[int, Record]) -> dict[int, Record]:
-    """Per rank, what was known of it last: by its own record, else by whoever had heard of it latest."""
+    """Returns the last known view of each rank: from its own record, else from the record with its latest board."""
     telling = _telling(records)
     found: dict[int, Record] = {}
     for rank, record in telling.items():
@@ -93,7 +93,7 @@ def _boards(records: Mapping[int, Record]) -> dict[int, Record]:
 
 
 def _last_wait(record: Record) -> Record | None:
-    """What a rank waited for until shortly before its record: when one rank ends, what comes from it fails."""
+    """Returns the wait of a rank until shortly before its record: when a rank ends, transfers from it fail."""
     for first, last, *_, what, ranks in reversed(record["samples"]):
         if last < record["now"] - _SHORTLY_S:
             return None
@@ -119,7 +119,7 @@ def _table(records: Mapping[int, Record], boards: Mapping[int, Record]) -> list[
 
 
 def _at(records: Mapping[int, Record]) -> Iterator[str]:
-    """The lines of the user's code at which ranks were."""
+    """Yields the lines of the user's code that ranks were in."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, record in records.items():
         for thread, line in record.get("at", ()):
@@ -129,12 +129,12 @@ def _at(records: Mapping[int, Record]) -> Iterator[str]:
 
 
 def _text(program: Record, step: Record, index: int) -> str:
-    """The instruction that a step did after so many others, in words."""
+    """Returns the instruction that a step ran at this position, in words."""
     return program["instructions"][step["numbers"][index] if "numbers" in step else index][1]
 
 
 def _last_instruction(record: Record) -> tuple[str, str]:
-    """The instruction that a rank dispatched last, and how many seconds before its record."""
+    """Returns the instruction that a rank dispatched last, and how many seconds before its record."""
     found = [
         (step["times"][-1], _text(program, step, len(step["times"]) - 1))
         for program in record["programs"] for step in program["steps"] if step["times"]
@@ -148,7 +148,7 @@ def _last_instruction(record: Record) -> tuple[str, str]:
 def _last_program(
     records: Mapping[int, Record], plans: Mapping[str, Program]
 ) -> tuple[str, Program | None, list[list[int]]]:
-    """The program that was run last, by any rank, and for each of its groups the ranks."""
+    """Returns the program that any rank ran last, and the ranks of each of its groups."""
     found = [
         (step["begun"], program["name"], program["plan"], program["ranks"])
         for record in records.values() for program in record["programs"] for step in program["steps"]
@@ -171,7 +171,7 @@ def _checked(name: str, program: Program) -> str:
 
 
 def _chain(boards: Mapping[int, Record], guilty: int | None) -> Iterator[str]:
-    """Who waited for whom, from the one that waited longest."""
+    """Yields who waited for whom, from the rank with the longest wait."""
     waits = {r: v["board"]["wait"] for r, v in boards.items() if v["board"].get("wait")}
     waits = {r: w for r, w in waits.items() if w["ranks"] and (w["for_s"] > _SHORT_S or guilty in w["ranks"])}
     others = [r for r in waits if r != guilty] or list(waits)
@@ -198,7 +198,7 @@ def _chain(boards: Mapping[int, Record], guilty: int | None) -> Iterator[str]:
 
 
 def _simulated(program: Program, ranks: list[list[int]], boards: Mapping[int, Record], guilty: int) -> Iterator[str]:
-    """Runs the program with the guilty rank's groups stopped where others waited for them."""
+    """Simulates the program with the guilty rank's groups stopped where others waited for them."""
     waits = {r: v["board"]["wait"] for r, v in boards.items() if v["board"].get("wait")}
     own = [g for g, members in enumerate(ranks) if guilty in members]
     asked = {w["what"] for r, w in waits.items() if r != guilty and guilty in w["ranks"]}
@@ -227,7 +227,7 @@ def _simulated(program: Program, ranks: list[list[int]], boards: Mapping[int, Re
 
 
 def _first_send(program: Program, group: int, asked: set[str]) -> int | None:
-    """The first value that a group sends and that somebody waited for."""
+    """Returns the position of the first send of a group that somebody waited for."""
     for index, i in enumerate(program.groups[group]):
         if isinstance(i, Send) and f"the transfer of {i.value} from group {group} to {i.to_group}" in asked:
             return index
@@ -240,10 +240,10 @@ def _words(instruction: Run | Call, group: int) -> str:
 
 
 def reach(program: Program, stopped: Mapping[int, int]) -> list[tuple[Value, int] | None]:
-    """How far each group gets if some stop: per group, the value that it waits for and from which group, or None.
+    """Simulates a program where some groups stop: returns the value and the source that each group waits for, or None.
 
     Args:
-      stopped: per group that stops, the instruction before which it does.
+      stopped: for each group that stops, the first instruction that it does not run.
     """
     sent: set[tuple[Value, int, int]] = set()
     found: list[tuple[Value, int] | None] = [None] * program.num_groups
@@ -266,7 +266,7 @@ def reach(program: Program, stopped: Mapping[int, int]) -> list[tuple[Value, int
 
 
 def _slow(records: Mapping[int, Record]) -> Iterator[str]:
-    """Who was waited for, by the samples; where the hosts spent their time, by the steps."""
+    """Yields the rank that others waited for (from the samples), and the times of the hosts (from the steps)."""
     windows = {r: s[-1][1] - s[0][0] for r, record in records.items() for s in [record["samples"]] if s}
     by: dict[int, dict[int, float]] = {r: _waited(record["samples"]) for r, record in records.items()}
     for_whom: dict[int, float] = defaultdict(float)
@@ -289,7 +289,7 @@ def _slow(records: Mapping[int, Record]) -> Iterator[str]:
 
 
 def _waited(samples: list[list]) -> dict[int, float]:
-    """By rank, the seconds that were spent waiting for it."""
+    """Returns the seconds of waits for each rank."""
     found: dict[int, float] = defaultdict(float)
     for before, after in pairwise([*samples, [samples[-1][1]]] if samples else []):
         if before[6]:
@@ -299,7 +299,7 @@ def _waited(samples: list[list]) -> dict[int, float]:
 
 
 def _host_times(rank: int, record: Record) -> Iterator[str]:
-    """How long the steps of a rank took its host, and what held it up most."""
+    """Yields the host times of a rank's steps, and the instruction that held it up most."""
     for program in record["programs"]:
         steps = program["steps"]
         if len(steps) < 3:

@@ -1,4 +1,4 @@
-"""What each argument is to a step: a parameter, other state, or data."""
+"""The role of each argument in a step: a parameter, other state, or data."""
 
 from collections.abc import Iterable
 
@@ -9,14 +9,14 @@ from mpmd.partition.outline import Loop, Outline, Segment
 
 
 class Roles:
-    """What each argument is to the step: a parameter (a loop reads it whole, or the step returns it), other state, or
-    data, of which each microbatch takes a part. Where no loop has a backward pass, what the step returns is state.
+    """The role of each argument: a parameter (a loop reads it whole, or reads it and the step returns it), other state,
+    or data, of which each microbatch takes a part. Where no loop has a backward pass, returned arguments are state.
 
     Attributes:
       args, groups: the flat arguments, and the groups that hold each.
-      names: of variables, for people.
+      names: the names of variables, for people.
       trains: whether a loop has a backward pass.
-      role: of each argument: "parameters", "state" or "data".
+      role: the role of each argument: "parameters", "state" or "data".
       frozen: the parameters that the step does not return.
     """
 
@@ -39,16 +39,16 @@ class Roles:
         self.role = {v: "parameters" if v in parameters else "state" if v in returned else "data" for v in self.args}
 
     def arguments(self, operands: Iterable[compat.Var]) -> set[compat.Var]:
-        """The arguments that these values are computed from."""
+        """Returns the arguments that these values are computed from."""
         return set().union(*(self._roots.get(v, set()) for v in operands))
 
     def read_by(self, tasks: Iterable[TaskBody]) -> list[compat.Var]:
-        """The parameters that tasks read; where nothing is trained, all arguments."""
+        """Returns the parameters that tasks read; in a step without training, all arguments that they read."""
         found = self.arguments({v for t in tasks for v in t.operands})
         return [v for v in found if self.role[v] == "parameters" or not self.trains]
 
     def bytes_in(self, group: int) -> dict[str, int]:
-        """Bytes in a group by role, over all of its devices, replicas not counted."""
+        """Returns the bytes in a group by role, over all of its devices, without replicas."""
         held = {"parameters": 0, "state": 0, "data": 0}
         for v, groups in zip(self.args, self.groups, strict=True):
             if group in groups:
@@ -57,7 +57,7 @@ class Roles:
 
 
 def _scanned(loop: Loop) -> set[compat.Var]:
-    """The operands of which each microbatch takes a part: what an equation reads together with the index."""
+    """Returns the operands of which each microbatch takes a part: an equation reads them together with the index."""
     found: set[compat.Var] = set()
     for t in loop.partition.tasks:
         moving, whole = {loop.partition.index}, {v: {v} for v in t.operands}

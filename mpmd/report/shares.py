@@ -1,7 +1,7 @@
-"""What each microbatch of a list does and sends beside the largest.
+"""The work and transfers of each microbatch of a list, as a share of the largest one's.
 
-A step over a list is described by the step for its largest microbatch. Figures of a whole step count each microbatch by
-its share of that. In a step without lists every share is 1.
+A step over a list is described by the step for its largest microbatch. Figures of a whole step count each microbatch
+with its share of the largest. In a step without lists every share is 1.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from scheduler import Call, Costs, Program, Run, Task, Value
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MicrobatchFigures:
-    """What a microbatch takes.
+    """The figures of a microbatch.
 
     Attributes:
       costs: seconds and bytes of its tasks, by the roofline.
-      works: of each task that computes something.
+      works: the work of each task that computes something.
       sent: bytes that go from the tasks of a stage and kind to a group.
       kept: bytes that all stages keep for its backward, over all devices.
       data: bytes of its own arrays.
@@ -46,12 +46,12 @@ class MicrobatchFigures:
 
 @dataclasses.dataclass(frozen=True)
 class ListFigures:
-    """What the microbatches of a list take.
+    """The figures of a list's microbatches.
 
     Attributes:
-      largest: the one that the step is described for.
-      producers: by the name of a value between its tasks, the stage and kind that make it.
-      microbatches: each, those of one shape as one object.
+      largest: the microbatch that the step is described for.
+      producers: the stage and kind of the task that makes a value, by the name of the value.
+      microbatches: all microbatches; microbatches of one shape are the same object.
     """
 
     largest: MicrobatchFigures
@@ -60,11 +60,11 @@ class ListFigures:
 
     @property
     def costs(self) -> Costs:
-        """Those of the largest, with those of each microbatch."""
+        """The costs of the largest microbatch, with the costs of each microbatch."""
         return dataclasses.replace(self.largest.costs, microbatches=tuple(one.costs for one in self.microbatches))
 
 
-# Of some tasks, each with the figures of its microbatch and those of the largest.
+# For some tasks: the place, the figures of its microbatch, and the figures of the largest one.
 _Beside = tuple[tuple[Place, MicrobatchFigures, MicrobatchFigures], ...]
 
 
@@ -72,7 +72,7 @@ class Shares:
     """The shares of all microbatches of a step.
 
     Args:
-      lists: of each loop over a list, by its number.
+      lists: the figures of each loop over a list, by its number.
     """
 
     def __init__(self, lists: Mapping[int, ListFigures] | None = None):
@@ -80,11 +80,11 @@ class Shares:
         self._loop_of = {name: loop for loop, found in self.lists.items() for name in found.producers}
 
     def seconds(self, loop: int, tasks: Sequence[Task]) -> float:
-        """How many times the seconds of the largest microbatch tasks of a loop take."""
+        """Returns the seconds of some tasks of a loop, divided by the seconds for the largest microbatch."""
         return _share(self._beside(loop, tasks), lambda one, p: one.costs.duration(p.kind, p.stage))  # type: ignore[arg-type]
 
     def sent(self, value: Value, target: int) -> float:
-        """How many times the bytes of the largest microbatch go to a group with a value."""
+        """Returns the bytes of a value to a group, divided by the bytes for the largest microbatch."""
         loop = self._loop_of.get(value.name)
         if loop is None or value.microbatch is None:
             return 1.0
@@ -94,7 +94,7 @@ class Shares:
         return found.microbatches[value.microbatch].sent.get(key, 0) / most if most else 1.0
 
     def calls(self, programs: StepPrograms, program: Program) -> "Counter[tuple[Executable, Called]]":
-        """How often all groups together call each executable in a step, for which microbatches."""
+        """Counts the calls of each executable in a step, over all groups, with their microbatches."""
         done = (i for instructions in program.groups for i in instructions if isinstance(i, (Run, Call)))
         return Counter(
             (executable, Called(self._beside(i.loop if isinstance(i, Run) else -1, tasks)))
@@ -111,16 +111,16 @@ class Shares:
 
 @dataclasses.dataclass(frozen=True)
 class Called:
-    """The tasks of a call, those of a list beside those of its largest microbatch."""
+    """The tasks of a call; for a list, each with the figures of its microbatch and of the largest one."""
 
     beside: _Beside = ()
 
     def share(self, figure: Callable[[Work], float]) -> float:
-        """How many times the figure of the largest microbatch they have."""
+        """Returns a figure of the tasks, divided by the figure for the largest microbatch."""
         return _share(self.beside, lambda one, place: figure(one.works.get(place, Work())))
 
     def of(self, work: Work) -> Work:
-        """The work of the call, from that for the largest microbatch."""
+        """Returns the work of the call, from the work for the largest microbatch."""
         if not self.beside:
             return work
         names = [field.name for field in dataclasses.fields(Work)]
@@ -134,7 +134,7 @@ def _share(beside: _Beside, figure: Callable[[MicrobatchFigures, Place], float])
 
 
 def figures_of(loop: Loop, outline: Outline, mesh: MpmdMesh, machine: Machine, sizes: Sizes) -> MicrobatchFigures:
-    """The figures of the microbatch that a step was cut for."""
+    """Returns the figures of the microbatch that a step was cut for."""
     works = task_works(loop)
     placement, sent = loop.schedule.placement, Counter[tuple[tuple[int, str], int]]()
     for edge in loop_graph(loop).edges:
@@ -154,12 +154,12 @@ def figures_of(loop: Loop, outline: Outline, mesh: MpmdMesh, machine: Machine, s
 
 
 def is_of_list(name: str) -> bool:
-    """Whether an argument is an array of any microbatch of a list, by its name (`ops/lists.py`)."""
+    """Returns whether an argument is an array of any microbatch of a list, by its name (`ops/lists.py`)."""
     return "[*]" in name
 
 
 def kept_bytes(loop: Loop) -> int:
-    """Bytes that all stages keep of a microbatch for its backward, over all devices."""
+    """Returns the bytes that all stages keep of a microbatch for its backward, over all devices."""
     tasks = loop.partition.tasks
     made = {v for t in tasks if t.place.kind == "F" for v in t.writes}
     read = {v for t in tasks if t.place.kind != "F" for v in t.reads}

@@ -1,4 +1,4 @@
-"""Steps that were measured: what each group ran and when, and what it waited for."""
+"""Measured steps: the runs of each group with their times, and its waits."""
 
 import dataclasses
 import functools
@@ -11,12 +11,12 @@ from mpmd.observe.records import Moved, Ran, RecordedTimes, Way
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """How a group spent a step, in seconds; together the step's length.
+    """The time of a group in a step, in seconds; the parts add up to the step's length.
 
     Attributes:
       busy: a program ran.
       waiting: nothing to do until another group had computed what came next: the bubble.
-      exposed: what came next was computed, and on its way.
+      exposed: the next input was computed, and on its way.
       late: everything was there, but the process had not started the program yet.
     """
 
@@ -27,7 +27,7 @@ class Spent:
 
 
 class Waited(NamedTuple):
-    """A run of a group, and what the group waited for before: another group, a transfer, its host, in this order.
+    """A run of a group, and the group's waits before it: for another group, a transfer, its host, in this order.
 
     Attributes:
       free: when the run before had ended.
@@ -43,12 +43,12 @@ class Waited(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Everything of one step, by time.
+    """All times of one step, in order.
 
     Attributes:
-      runs, moves: of all ranks.
-      sent: per transfer, when its value was on offer.
-      num_groups: how many there are.
+      runs, moves: the runs and transfers of all ranks.
+      sent: when the value of each transfer was offered.
+      num_groups: the number of groups.
     """
 
     runs: tuple[Ran, ...]
@@ -58,22 +58,22 @@ class Step:
 
     @functools.cached_property
     def start(self) -> float:
-        """When the first process began to start something."""
+        """The time of the first dispatch."""
         return min((r.dispatched for r in self.runs), default=0.0)
 
     @functools.cached_property
     def end(self) -> float:
-        """When the last result was there."""
+        """The time of the last result."""
         return max((r.end for r in (*self.runs, *self.moves)), default=0.0)
 
     @property
     def seconds(self) -> float:
-        """From the start to the end."""
+        """The seconds from the start to the end."""
         return self.end - self.start
 
     @functools.cached_property
     def by_group(self) -> tuple[tuple[Ran, ...], ...]:
-        """Per group, what its slowest rank ran."""
+        """The runs of each group's slowest rank."""
         found: list[dict[int, list[Ran]]] = [defaultdict(list) for _ in range(self.num_groups)]
         for r in self.runs:
             found[r.group][r.rank].append(r)
@@ -81,7 +81,7 @@ class Step:
 
     @functools.cached_property
     def waits(self) -> tuple[tuple[Waited, ...], ...]:
-        """Per group, what it ran, and what it waited for before."""
+        """The runs of each group, with the waits before each run."""
         return tuple(tuple(self._waits(runs)) for runs in self.by_group)
 
     def _waits(self, runs: Sequence[Ran]) -> Iterator[Waited]:
@@ -93,7 +93,7 @@ class Step:
 
     @functools.cached_property
     def spent(self) -> tuple[Spent, ...]:
-        """Per group, how it spent the step."""
+        """The time of each group in the step."""
         return tuple(self._spent(waits) for waits in self.waits)
 
     def _spent(self, waits: Sequence[Waited]) -> Spent:
@@ -112,7 +112,7 @@ def _busy(runs: Sequence[Ran]) -> float:
 
 
 def steps_of(rows: RecordedTimes, num_groups: int) -> tuple[Step, ...]:
-    """The rows of all processes, step by step."""
+    """Splits the rows of all processes into steps."""
     numbers = sorted({r.step for r in rows.runs})
     return tuple(
         Step(

@@ -1,4 +1,4 @@
-"""What the tasks of a loop take and hold before they are compiled, by the roofline of a machine."""
+"""The seconds and bytes of a loop's tasks before compilation, by the roofline of a machine."""
 
 import dataclasses
 from collections import defaultdict
@@ -18,7 +18,7 @@ from scheduler.schedules.graph import graph_of, with_graph
 
 
 def task_works(loop: Loop) -> dict[Place, list[Work]]:
-    """The work of each equation of each task that computes something."""
+    """Returns the work of each equation of each task that computes something."""
     found = {}
     for body in task_bodies(loop):
         if not body.is_empty:
@@ -30,12 +30,12 @@ def task_works(loop: Loop) -> dict[Place, list[Work]]:
 def task_seconds(
     loop: Loop, works: Mapping[Place, Sequence[Work]], mesh: MpmdMesh, machine: Machine
 ) -> dict[Place, float]:
-    """Seconds of each task that computes something, from its work."""
+    """Returns the seconds of each task that computes something, from its work."""
     return {place: machine.compute_s(own, mesh.groups[loop.group(place)].size) for place, own in works.items()}
 
 
 def ordered_by_costs(outline: Outline, mesh: MpmdMesh, machine: Machine) -> Outline:
-    """The step, in which loops over graphs of stages are ordered by what their tasks take."""
+    """Returns the step with loops over graphs of stages ordered by the seconds of their tasks."""
     schedules = {}
     for loop in outline.loops:
         graph = graph_of(loop.schedule)
@@ -52,7 +52,7 @@ def ordered_by_costs(outline: Outline, mesh: MpmdMesh, machine: Machine) -> Outl
 def costs_of(
     loop: Loop, works: Mapping[Place, Sequence[Work]], mesh: MpmdMesh, machine: Machine, sizes: Sizes
 ) -> Costs:
-    """Seconds of tasks and transfers, and bytes on each device that a stage keeps of a microbatch for its backward."""
+    """Returns the seconds of tasks and transfers, and the bytes per device that a stage keeps for a backward."""
     seconds = task_seconds(loop, works, mesh, machine)
     stages, placement = range(loop.schedule.num_stages), loop.schedule.placement
 
@@ -75,7 +75,7 @@ def costs_of(
 
 
 def boundary_seconds(loop: Loop, mesh: MpmdMesh, machine: Machine, sizes: Sizes) -> tuple[float, ...]:
-    """Seconds of one microbatch's values over the boundary behind each stage, in the slower direction."""
+    """Returns the seconds of a microbatch's transfers over the boundary behind each stage, in the slower direction."""
     placement, seconds = loop.schedule.placement, defaultdict[tuple[int, int], float](float)
     for edge in loop_graph(loop).edges:
         source = placement[edge.producer[0]]

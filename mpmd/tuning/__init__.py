@@ -1,1 +1,1 @@
-"""From a step and its choices to the schedule, microbatches and cut that are fastest and fit the memory."""
+"""Finds the schedule, microbatches and cut that make a step fastest within the memory."""

@@ -1,4 +1,4 @@
-"""Cuts a step again by what its tasks were measured to take: what each layer costs is then known, and not estimated."""
+"""Cuts a step again by the measured times of its tasks, which replace the estimated costs of layers."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from scheduler import Costs
 from scheduler.optimize.cuts import choose_cut
 from scheduler.optimize.units import CutProblem, Units
 
-WORTHWHILE = 0.02  # what another cut has to save to be tried
+WORTHWHILE = 0.02  # another cut is tried if it saves more than this share of the time
 
 
 class Recut(NamedTuple):
-    """What measured layers say of a configuration.
+    """The prediction for a configuration from measured layers.
 
     Attributes:
-      number: of the configuration.
-      cuts: another cut that takes less time; None if its own is as good.
-      own, costs: seconds of its tasks with its own cut, and with the other one.
+      number: the number of the configuration.
+      cuts: another cut that takes less time; None if there is no better one.
+      own, costs: seconds of its tasks with its own cut, and with the other cut.
     """
 
     number: int
@@ -30,7 +30,7 @@ class Recut(NamedTuple):
 
 
 def loop_info(lowered: Any) -> ScheduledLoop | None:
-    """The loop of a lowered step whose stages are chosen; None if it has none or several, or the user says its cuts."""
+    """Returns the loop of a lowered step that is cut by layers; None if it has none or several, or marks end stages."""
     loops = lowered._outline.loops
     if len(loops) != 1 or loops[0].partition.info.cuts is None:
         return None
@@ -38,24 +38,24 @@ def loop_info(lowered: Any) -> ScheduledLoop | None:
 
 
 def units_of(lowered: Any) -> Units | None:
-    """What each layer was estimated to cost, where a cut was chosen by it."""
+    """Returns the estimated costs of layers, if the cut was chosen by them."""
     info = loop_info(lowered)
     return None if info is None or info.choice is None else info.choice.units
 
 
 def measured_units(lowered: Any, units: Units, costs: Costs) -> Units:
-    """What each layer costs, by the measured tasks."""
+    """Returns the costs of layers from measured tasks."""
     info = loop_info(lowered)
     assert info is not None and info.cuts is not None
     return units.measured(CutProblem(units, info.schedule, info.num_microbatches).spans(info.cuts), costs)
 
 
 def recuts(units: Units, measured: int, lowered: dict[int, Any], limit: float | None) -> Iterator[Recut]:
-    """What the layers of a measured configuration say of it and of others with as many microbatches.
+    """Yields predictions from the layers of a measured configuration, for it and others with equally many microbatches.
 
     Args:
-      units: its layers, as measured.
-      measured: its number.
+      units: the measured layers.
+      measured: the number of the measured configuration.
       lowered: the configurations, by number.
       limit: bytes that a step may use on each device.
     """
@@ -67,7 +67,7 @@ def recuts(units: Units, measured: int, lowered: dict[int, Any], limit: float | 
         if info is None or info.cuts is None or info.num_microbatches != first.num_microbatches:
             continue
         if not sum(info.cuts) <= units.num_places:
-            continue  # layers of other microbatches, or of another model
+            continue  # the layers belong to other microbatches, or to another model
         problem = CutProblem(units, info.schedule, info.num_microbatches)
         now = problem.evaluate(info.cuts)[1]
         found = choose_cut(units, info.schedule, info.num_microbatches, limits_of(units, info.schedule, limit))
@@ -78,5 +78,5 @@ def recuts(units: Units, measured: int, lowered: dict[int, Any], limit: float | 
 
 
 def with_cuts(traced: Any, cuts: tuple[int, ...]) -> Any:
-    """A traced step whose loop has other cuts."""
+    """Returns a traced step with other cuts of its loop."""
     return dataclasses.replace(traced, _trace=with_given_cuts(traced._trace, cuts))

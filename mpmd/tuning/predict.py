@@ -1,4 +1,4 @@
-"""Predicts a step before it is compiled: its time on a clock, its memory, and what recomputation would change."""
+"""Predicts a step before compilation: its simulated time, its memory, and the effect of recomputation."""
 
 import dataclasses
 import functools
@@ -23,14 +23,14 @@ from scheduler import Call, Costs, Run, Value
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a step is predicted to take and to need.
+    """The predicted time and memory of a step.
 
     Attributes:
-      seconds: of a step.
+      seconds: seconds of a step.
       idle: the part of the devices' time in which they do not compute.
-      busy: of each group, seconds in which it computes.
-      memory: of each group, the bytes that each device needs at most.
-      recomputed: stages whose forward has to run again in the backward pass for this.
+      busy: the seconds in which each group computes.
+      memory: the most bytes that each device of a group needs, for each group.
+      recomputed: the stages that have to recompute their forward in the backward pass for this.
     """
 
     seconds: float
@@ -41,7 +41,7 @@ class Prediction:
 
 
 class Predictor:
-    """A lowered step, ready to be predicted with one assumption after the other.
+    """A lowered step that can be predicted under several assumptions.
 
     Args:
       lowered: an `mpmd.stages.Lowered`.
@@ -55,12 +55,12 @@ class Predictor:
         self.draft: Draft = lowered._draft
         self._estimate = {g: m["peak"] for g, m in self.draft.memory().items()}
         self.memory: dict[int, float] = dict(self._estimate)
-        """Of each group, the bytes that each device needs: estimated, or by XLA once the step is compiled."""
+        """The bytes that each device of a group needs: estimated, or from XLA once the step is compiled."""
         self._of_microbatches = lowered._of_microbatches()
         self.shares: Shares = lowered._shares_on(machine)
-        """Of the microbatches of lists."""
+        """The shares of the microbatches of lists."""
         self.compiled: StepCosts | None = None
-        """Seconds of the compiled programs, with the collectives that XLA put into them; None before they are there."""
+        """Seconds of the compiled programs, with the collectives that XLA put into them; None before compilation."""
         self._seconds: dict[str | tuple[int, Place], float] = {}
         for item in self.outline.items:
             if isinstance(item, Segment):
@@ -72,20 +72,20 @@ class Predictor:
 
     @functools.cached_property
     def num_elements(self) -> int:
-        """How much data a step takes: configurations that take different amounts are compared by it."""
+        """The size of a step's data, to compare configurations that take different amounts."""
         found = (Roles(one._outline).role.items() for one in self._of_microbatches)
         return sum(max((equations.size(v.aval) for v, role in roles if role == "data"), default=1) for roles in found)
 
     def correct_memory(self, ratio: float) -> None:
-        """Takes the estimate of the memory for so many times what it says, as it was for a step that was compiled."""
+        """Multiplies the estimate of the memory by a ratio that was found for a compiled step."""
         self.memory = {group: nbytes * ratio for group, nbytes in self._estimate.items()}
 
     def task_s(self, loop: int, stage: int, kind: str) -> float:
-        """Seconds of a task by the roofline."""
+        """Returns the seconds of a task by the roofline."""
         return self._seconds.get((loop, Place(stage, kind)), 0.0)
 
     def corrections(self) -> Iterator[tuple[str, float, float]]:
-        """Of each compiled program, its kind ("": a step runs it once), its seconds and those by the roofline."""
+        """Yields the kind of each compiled program ("": once a step), its seconds, and its seconds by the roofline."""
         assert self.compiled is not None
         programs = self.compiled.programs
         for name, executable in programs.segments.items():
@@ -101,12 +101,12 @@ class Predictor:
         measured: Costs | None = None,
         recomputed: Set[int] = frozenset(),
     ) -> Prediction:
-        """The step on a clock.
+        """Simulates the step.
 
         Args:
-          scale: by kind of task, how much longer tasks were measured to take than the roofline says.
-          measured: seconds of the tasks of this very step.
-          recomputed: stages whose backward runs the forward again.
+          scale: by kind of task, the ratio of measured seconds to seconds by the roofline.
+          measured: measured seconds of this step's tasks.
+          recomputed: the stages that recompute their forward in the backward.
         """
 
         def duration(group: int, instruction: Run | Call) -> float:
@@ -135,7 +135,7 @@ class Predictor:
         return Prediction(seconds, idle, step.busy, tuple(memory), tuple(sorted(recomputed)))
 
     def _on_shared_devices(self, step: SimulatedStep) -> list[float]:
-        """Seconds of the work on each device: groups that share one take turns."""
+        """Returns the seconds of the work on each device: groups that share a device take turns."""
         if not self.mesh.groups_share_devices:
             return [0.0]
         found: dict[Device, float] = {}
@@ -150,7 +150,7 @@ class Predictor:
         return self.machine.between_s(nbytes, groups[source], groups[target])
 
     def _need(self, group: int, recomputed: Set[int]) -> float:
-        """Bytes that each device of a group needs if these stages recompute their forward."""
+        """Returns the bytes that each device of a group needs if these stages recompute their forward."""
         if not recomputed:
             return self.memory[group]
         program, sizes, temporaries = self.draft
@@ -158,7 +158,7 @@ class Predictor:
         return self.memory[group] - (self._estimate[group] - peak)
 
     def recomputation(self, limit: float) -> frozenset[int] | None:
-        """The stages that have to recompute for every group to fit; None if that is not enough."""
+        """Returns the stages that have to recompute so that every group fits; None if that is not enough."""
         chosen: set[int] = set()
         for group, need in self.memory.items():
             if need <= limit:

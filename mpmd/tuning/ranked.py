@@ -1,4 +1,4 @@
-"""What `tune` found: configurations of a step, the best first, as a table and as JSON."""
+"""The results of `tune`: configurations of a step, the best first, as a table and as JSON."""
 
 import dataclasses
 import json
@@ -14,18 +14,17 @@ class Configuration:
     """One way to run a step.
 
     Attributes:
-      schedule: as it is given to `build`.
-      num_microbatches: the same.
-      cuts: how many layers each stage gets (`Lowered.cuts`), None where marks say it.
+      schedule, num_microbatches: the arguments of `build`.
+      cuts: how many layers each stage gets (`Lowered.cuts`); None where the user's marks end stages.
       num_stages: how many stages the schedule has.
       prediction: its time and memory; None if it cannot be built.
-      num_elements: of the data of a step.
+      num_elements: the size of a step's data.
       fault: why it cannot be built, or None.
       fits: whether it fits the memory as it is.
       is_measured: whether the times of its tasks are measured.
       measured_s: seconds of a step that ran, or None.
-      is_cut_again: whether `cuts` follow from measured tasks; the library does not choose them by itself, so pass them
-        as `treduce(..., cuts=...)`.
+      is_cut_again: whether `cuts` follow from measured tasks. The library does not choose these cuts otherwise, so pass
+        them as `treduce(..., cuts=...)`.
     """
 
     schedule: Schedule | str
@@ -42,14 +41,14 @@ class Configuration:
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """Smaller is better: it can be built, it fits, and it takes little time for its data."""
+        """A key for sorting, smaller is better: it can be built, it fits, and it takes little time for its data."""
         if self.prediction is None:
             return True, True, 0.0
         return False, not self.fits, self.prediction.seconds / self.num_elements
 
     @property
     def binds(self) -> str:
-        """What keeps it from being faster or smaller."""
+        """The limit that keeps it from being faster or smaller."""
         p = self.prediction
         if p is None:
             return f"not possible: {self.fault}"
@@ -67,11 +66,11 @@ class Tuning:
     """Configurations of a step, the best first. `str()` prints them.
 
     Attributes:
-      configurations: all that were tried.
+      configurations: all configurations that were tried.
       memory_limit: bytes that a step may use on each device, or None.
-      basis: where the seconds come from.
-      plan: the best one's plan, where the devices have a data sheet.
-      verdict: whether to pipeline at all, where that can be said.
+      basis: the source of the seconds.
+      plan: the plan of the best compiled configuration, where the devices have a data sheet.
+      verdict: whether to pipeline at all, where that is known.
     """
 
     configurations: tuple[Configuration, ...]
@@ -82,7 +81,7 @@ class Tuning:
 
     @property
     def best(self) -> Configuration:
-        """The fastest one that fits.
+        """The fastest configuration that fits.
 
         Raises:
           ValueError: none can be built, or none fits.
@@ -98,7 +97,7 @@ class Tuning:
         return self.configurations[0].prediction is not None and self.configurations[0].fits
 
     def as_json(self) -> str:
-        """All figures, in bytes and seconds."""
+        """Returns all figures, in bytes and seconds."""
         shown = [{**dataclasses.asdict(c), "schedule": str(c.schedule), "binds": c.binds} for c in self.configurations]
         answer = {"configurations": shown, "memory_limit": self.memory_limit, "basis": self.basis}
         return json.dumps({**answer, "verdict": self.verdict}, indent=2)

@@ -1,4 +1,4 @@
-"""`mpmd.tune`: which schedule, how many microbatches and which cut make a step fastest within the memory."""
+"""`mpmd.tune`: finds the schedule, microbatches and cut that make a step fastest within the memory."""
 
 import dataclasses
 import operator
@@ -24,8 +24,8 @@ from scheduler.schedules import catalogue
 SCHEDULES = tuple(catalogue.SCHEDULES)
 NUM_MICROBATCHES = (8, 16, 32)
 _MOST_COMPILED = 6  # configurations
-_DOUBT = 1.5  # by how much XLA may need less memory than the estimate
-_CALLS = 5  # that are measured
+_DOUBT = 1.5  # the estimate of the memory may be this many times XLA's need
+_CALLS = 5  # measured calls
 
 
 @compat.api_boundary
@@ -38,30 +38,30 @@ def tune(
 ) -> Tuning:
     """Ranks schedules, numbers of microbatches and cuts by predicted step time, within the memory of the devices.
 
-    Each configuration is lowered, and its step put on a clock; only the best few are compiled. On a `topology_mesh` all
-    is predicted. On devices that are here, the tasks of the best one are measured, all predictions are corrected by
-    what was measured, and this is repeated until the best one is a measured one (six times at most). Where the measured
-    layers suggest other cuts, these are tried too (`Configuration.is_cut_again`). A configuration that needs too much
-    memory is judged with the recomputation that would make it fit, by an estimate.
+    Each configuration is lowered and simulated; only the best few are compiled. On a `topology_mesh` everything is
+    predicted. On present devices, the tasks of the best configuration are measured, and all predictions are corrected
+    by the measurement. This is repeated until the best configuration is a measured one (six times at most). If measured
+    layers suggest other cuts, these are tried too (`Configuration.is_cut_again`). For a configuration that needs too
+    much memory, the prediction includes the recomputation that would make it fit, by an estimate.
 
     Args:
       build: `build(schedule, num_microbatches)` returns the step (of `mpmd.jit`) and its arguments, which may be
-        abstract. They are not used up: what is measured runs on zeros. With `mark_layer_end` in the model, each
+        abstract. The arguments are not used up: measurements run on zeros. With `mark_layer_end` in the model, each
         schedule gets the cut that suits it.
-      schedules: schedules or their names. None: all of the catalogue, by their names.
+      schedules: schedules or their names. None: all schedules of the catalogue, by name.
       num_microbatches: a number, or several to try. None: 8, 16 and 32.
-      memory_limit: bytes that a step may use on each device. None: what the devices have, where that is known. Where a
-        step needs more, split backwards compute nothing again ahead of their gradients. A step that runs follows the
-        devices' own memory in this, so give them as little then (on GPUs by `XLA_PYTHON_CLIENT_MEM_FRACTION`). The cut
-        follows the devices' own memory here, too.
+      memory_limit: bytes that a step may use on each device. None: the devices' memory, if that is known. If a step
+        needs more, split backwards compute nothing again ahead of their gradients. A real step decides this by the
+        devices' own memory, so limit that memory too (on GPUs by `XLA_PYTHON_CLIENT_MEM_FRACTION`). The cut follows the
+        devices' own memory even here.
 
     Returns:
-      All configurations, the best first. Those that take more data in a step are compared by the time for the data.
+      All configurations, the best first. They are compared by the time divided by the size of a step's data.
 
     Raises:
       TypeError: `num_microbatches` has a bool, or `build` returns something else.
-      ValueError: there is nothing to try.
-      Exception: what `build` and its step raise, where that is so in every configuration.
+      ValueError: there are no configurations to try.
+      Exception: `build` or its step raises in every configuration.
 
     Example:
       >>> tuning = mpmd.tune(build, schedules=["1f1b", "zb-h1"], num_microbatches=[8, 16])  # doctest: +SKIP
@@ -78,7 +78,7 @@ def tuned(
     limit: float | None,
     machine: Machine | None,
 ) -> Tuning:
-    """As `tune`, on a machine whose constants are given."""
+    """Ranks configurations like `tune`, on a machine with given constants."""
     search = _Search(build, limit, machine)
     counts = NUM_MICROBATCHES if num_microbatches is None else num_microbatches
     names = SCHEDULES if schedules is None else schedules
@@ -89,7 +89,7 @@ def tuned(
     counts = tuple(map(operator.index, counts))
     for name in names:
         if isinstance(name, str):
-            catalogue.find(name)  # complains of an unknown one
+            catalogue.find(name)  # raises for an unknown name
     pairs = [(name, count) for name in names for count in counts]
 
     def far() -> tuple[str, float]:
@@ -107,14 +107,14 @@ def tuned(
 
 @dataclasses.dataclass(eq=False)
 class _Try:
-    """A configuration, and what is known of it by now.
+    """A configuration, and the results for it so far.
 
     Attributes:
       traced, lowered, predictor: None where it cannot be built.
-      measured: seconds of its tasks, where they ran.
-      expected: the same by the measured layers of others.
-      units: what its layers cost, where that is known.
-      plan: where it is compiled for devices that have a data sheet.
+      measured: seconds of its tasks, if they ran.
+      expected: seconds of its tasks by the measured layers of another configuration.
+      units: the costs of its layers, if they are known.
+      plan: its plan, if it is compiled for devices that have a data sheet.
     """
 
     configuration: Configuration
@@ -132,17 +132,17 @@ class _Try:
 
 
 class _Search:
-    """Configurations, and what has been measured."""
+    """The configurations of a search, and its measurements."""
 
     def __init__(self, build: Callable, limit: float | None, machine: Machine | None):
         self.build, self.limit, self.machine = build, limit, machine
         self.found: list[_Try] = []
         self.error: Exception | None = None
-        """The first one of `build` or of its step that says nothing of schedules: raised if nothing can be built."""
+        """The first error of `build` or its step that is no ValueError; raised if no configuration can be built."""
         self.scale: dict[str, float] = {}
 
     def add(self, schedule: Schedule | str, count: int) -> None:
-        """Lowers and predicts a configuration; what cannot be cut or scheduled is kept with the reason."""
+        """Lowers and predicts a configuration. One that cannot be cut or scheduled is kept with the reason."""
         fault = traced = None
         try:
             made = self.build(schedule, count)
@@ -181,7 +181,7 @@ class _Search:
         return new
 
     def predict(self, one: _Try) -> None:
-        """Predicts a configuration with what is known by now."""
+        """Predicts a configuration from the results so far."""
         if (predictor := one.predictor) is None:
             return
         recomputed: frozenset[int] = frozenset()
@@ -193,7 +193,7 @@ class _Search:
         one.note(prediction=prediction, fits=fits, is_measured=one.measured is not None)
 
     def compile_the_best(self) -> None:
-        """Compiles the best configurations, one after the other, until the best one is a compiled one."""
+        """Compiles the best configurations, one after the other, until the best one is already compiled."""
         done: list[_Try] = []
         for _ in range(_MOST_COMPILED):
             best = min(self.found, key=lambda one: self._hope(one, done), default=None)
@@ -203,15 +203,15 @@ class _Search:
             self.compile(best, done)
 
     def _hope(self, one: _Try, done: Sequence[_Try]) -> tuple[bool, bool, float]:
-        """The rank of a configuration, if one that is not compiled needs less memory than the estimate says."""
+        """Returns the rank of a configuration, if uncompiled ones need less memory than estimated."""
         cannot, lacks, seconds = one.configuration.rank
         if lacks and one.predictor is not None and self.limit is not None and one not in done:
             lacks = max(one.predictor.memory.values()) > _DOUBT * self.limit
         return cannot, lacks, seconds
 
     def compile(self, one: _Try, done: Sequence[_Try]) -> None:
-        """Compiles a configuration (`done` are those that are compiled): its memory by XLA, its collectives, and on
-        devices that are here the times of its tasks. Corrects the predictions of the others by them.
+        """Compiles a configuration, for its memory by XLA, its collectives and, on present devices, the times of its
+        tasks. Corrects the predictions of the others by them, except the compiled ones in `done`.
         """
         predictor = one.predictor
         assert predictor is not None and self.machine is not None
@@ -234,7 +234,7 @@ class _Search:
             seconds = defaultdict[tuple[str, int], list[float]](list)
             for task, s in durations:
                 seconds[task.kind, task.stage].append(s)
-            # Medians, as in the measured costs: what the two predict is compared.
+            # Medians, as in the measured costs, because predictions from both are compared.
             self.scale = _scale(
                 (kind, statistics.median(found), predictor.task_s(number, stage, kind))
                 for (kind, stage), found in seconds.items()
@@ -245,7 +245,7 @@ class _Search:
             self.predict(other)
 
     def _cut_again(self, one: _Try) -> None:
-        """Predicts all configurations by the measured layers of one; adds those with cuts that suit these better."""
+        """Predicts all configurations by the measured layers of one; adds configurations with better cuts."""
         if one.measured is None or (units := one.units or units_of(one.lowered)) is None:
             return
         units = measured_units(one.lowered, units, one.measured)
@@ -265,7 +265,7 @@ class _Search:
                 added.units, added.expected = units, again.costs
 
     def result(self) -> Tuning:
-        """All configurations, the best first."""
+        """Returns all configurations, the best first."""
         if not self.found:
             raise ValueError(
                 "tune: there is nothing to try; pass at least one schedule and one number of microbatches."
@@ -281,7 +281,7 @@ class _Search:
         return Tuning(configurations, self.limit, basis, plan, self._verdict(ranked[0].configuration, plan))
 
     def _verdict(self, best: Configuration, plan: Plan | None) -> str:
-        """Whether a pipeline is worth it."""
+        """Returns whether a pipeline is worth it."""
         predictor = next((one.predictor for one in self.found if one.predictor is not None), None)
         if predictor is not None and predictor.mesh.groups_share_devices:
             return "do not pipeline on these devices: groups share them, so they take turns"
@@ -291,13 +291,13 @@ class _Search:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error, as a sentence where a list follows."""
+    """Returns the first line of an error, with a full stop instead of a colon."""
     line = str(error).strip().partition("\n")[0]
     return line[:-1] + "." if line.endswith(":") else line
 
 
 def _scale(durations: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """By kind of task (or "" for what a step does once), how much longer it took than the roofline says.
+    """Returns the ratio of seconds to seconds by the roofline, by kind of task ("" for programs that run once a step).
 
     Args:
       durations: kind, seconds, and seconds by the roofline.
