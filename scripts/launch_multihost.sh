@@ -2,8 +2,8 @@
 # Starts one command as many processes that find each other through mpmd.initialize(): on this machine, on hosts over
 # ssh, or in a Slurm allocation. `--help` lists the options; docs/multihost.md explains more.
 #
-# With --restarts it also starts a keeper on each host: a small process of Python that keeps what ranks leave in its memory
-# (mpmd.resilient) until the launcher is gone. Keepers outlive attempts; agents do not.
+# With --restarts it also starts a keeper on each host: a small Python process that keeps copies of the ranks' state
+# (mpmd.resilient) in its memory until the launcher is gone. Keepers outlive attempts; agents do not.
 #
 # It needs bash 4.4, coreutils, grep, sed, setsid (util-linux) and ssh, and can be copied alone to any machine.
 #
@@ -11,9 +11,9 @@
 # An agent starts its ranks, each in its own session. The agent prints their lines on its stdout and stderr, each with its
 # rank in front. Its own messages to the launcher are lines on stderr that begin with "@C". The launcher's commands come on
 # the agent's stdin. When stdin ends (the launcher is gone, or the connection dropped), the agent ends its ranks. It finds
-# a rank's processes by a mark in their environment, whatever session they have moved to.
+# a rank's processes in any session by a mark in their environment.
 
-# shellcheck disable=SC2015 # `a && b || c` is meant as it reads: c also if b fails
+# shellcheck disable=SC2015 # `a && b || c` is intended: c runs also if b fails
 set -uf # globbing off: messages are split into words
 
 # Our variables are in lower case. The caller's variables in lower case (http_proxy) are set aside, and given to the
@@ -32,9 +32,9 @@ readonly connect_s=60    # for a host to answer
 readonly keeper_s=15     # for a keeper to start
 readonly num_last_lines=20
 readonly most=9999       # the largest number of processes on a host, of devices of a process, and of restarts
-readonly longest_wait_s=300 long_attempt_s=600 # between two attempts; after an attempt so long, it begins with a second
+readonly longest_wait_s=300 long_attempt_s=600 # between two attempts; after an attempt this long, the wait is 1 s again
 readonly unfit_status=192 # killed by signal 64, SIGRTMAX: its devices are slow or compute wrong
-readonly most_alike=3    # failures with the same status at the same step, after which it gives up
+readonly most_alike=3    # it gives up after this many failures with the same status at the same step
 readonly contract=(MPMD_COORDINATOR MPMD_NUM_PROCESSES MPMD_PROCESS_ID MPMD_LOCAL_ID MPMD_SERVICE MPMD_STATUS_DIR
   MPMD_NUM_SPARES MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB MPMD_KEEPER MPMD_KEEPER_TOKEN)
 readonly forwarded='^(PATH|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|(JAX|XLA|MPMD|NCCL|CUDA)_.*)$'
@@ -93,7 +93,7 @@ say() { printf 'jax-mpmd: %s\n' "$1" >&2; }
 die() { say "$2" && exit "$1"; }
 option_error() { die 2 "$1 (see --help)"; }
 
-# --- what both sides know ---------------------------------------------------------------------------------------------
+# --- used by both sides -----------------------------------------------------------------------------------------------
 
 # Sets rank_environment, the variables of one rank. Arguments: rank, index on its host, address, "yes" if the launcher
 # runs the coordination service, status folder.
@@ -118,7 +118,7 @@ set_rank_environment() {
   fi
 }
 
-# Whether others may take the places of killed processes: the launcher starts them, and its coordination service takes them.
+# Whether killed processes may be replaced: the launcher starts replacements, and its coordination service accepts them.
 is_recoverable() { ((restarts > 0)) && [[ $1 == yes ]]; } # "yes" if it runs the service
 
 # The GPUs of the process with this index on its host: a slice of CUDA_VISIBLE_DEVICES, or of 0, 1, 2, ...
@@ -146,12 +146,12 @@ command_line() { # prints the words, quoted only where a shell needs it
 
 # --- the agent: one per host, or per Slurm task ---------------------------------------------------------------------
 
-tell() { printf '@C %s\n' "$*" >&2; }                     # to the launcher
-fail() { tell error "$@" && exit 0; }                 # status and text, before any rank is started
-event() { printf '%s\n' "$*" >&"$events"; }           # to the agent's own loop
+tell() { printf '@C %s\n' "$*" >&2; }                     # sends to the launcher
+fail() { tell error "$@" && exit 0; }                 # arguments: status and text; before any rank is started
+event() { printf '%s\n' "$*" >&"$events"; }           # sends to the agent's own loop
 
-# Reads a line into the caller's `line`; the status is that of `read`. What a timeout finds of a line, `read` has taken out of
-# the pipe already, so it is kept for the next call.
+# Reads a line into the caller's `line`, with the status of `read`. If a timeout comes in the middle of a line, `read` has
+# already taken its first part out of the pipe, so that part is kept for the next call.
 read_line() { # file descriptor, seconds (none: no limit)
   local part='' status
   IFS= read -r ${2:+-t "$2"} -u "$1" part
@@ -222,7 +222,7 @@ prepare() {
   fi
   [[ -z $gpus_per_process ]] || check_gpus
   [[ -z $log_dir ]] || { mkdir -p -- "$log_dir" && [[ -w $log_dir ]]; } 2>/dev/null || fail 69 "cannot write to --log-dir $log_dir"
-  local ledgers=${MPMD_LEDGER_DIR:-$log_dir} # before any rank starts: those that are there are of an earlier job
+  local ledgers=${MPMD_LEDGER_DIR:-$log_dir} # before any rank starts, so these files are from an earlier job
   [[ -z $ledgers ]] || ((attempt > 0)) || (set +f && rm -f -- "$ledgers"/rank-*.ledger) 2>/dev/null
 }
 
@@ -254,7 +254,7 @@ listen() {
   event gone
 }
 
-# Outlives the agent, however the agent ends. Then kills the ranks' processes that are left, and removes the work folder.
+# Outlives the agent, even a killed one. Then kills the remaining processes of the ranks, and removes the work folder.
 guard() {
   trap '' TERM HUP INT
   trap - EXIT
@@ -269,9 +269,9 @@ guard() {
   rm -rf "$work"
 }
 
-lives() { kill -0 "$1" && [[ $(<"/proc/$1/stat") != *") Z "* ]]; } 2>/dev/null # else its parent has not asked how it ended
+lives() { kill -0 "$1" && [[ $(<"/proc/$1/stat") != *") Z "* ]]; } 2>/dev/null # else a zombie: its parent has not read its status
 
-# Writes the processes of this agent's ranks into the caller's `pids`. False when there is none.
+# Writes the processes of this agent's ranks into the caller's `pids`. False if there are none.
 members() {
   local -a found
   mapfile -t found < <(exec 2>/dev/null && set +f && grep -lzxF -- "$mark" /proc/[0-9]*/environ)
@@ -283,7 +283,7 @@ members() {
   ((${#pids[@]}))
 }
 
-handle() { # an event, or a command of the launcher
+handle() { # an event, or a command from the launcher
   local kind=$1
   shift
   case $kind in
@@ -323,7 +323,7 @@ handle() { # an event, or a command of the launcher
 
 have_status() { (cd "$work/status" && compgen -G "rank-*.json" >/dev/null); }
 
-take() { # pairs of a rank and the process that is this rank from now on; one that was stopped while it waited goes on
+take() { # pairs of a rank and the process that becomes it; continues this process if it was stopped while it waited
   printf '%s %s\n' "$@" >>"$work/status/taken"
   while (($#)); do
     [[ -z ${rank_pid[$2]:-} ]] || kill -CONT "${rank_pid[$2]}" 2>/dev/null
@@ -331,16 +331,16 @@ take() { # pairs of a rank and the process that is this rank from now on; one th
   done
 }
 
-goes_on() { # "yes" if ranks of this host are in mpmd.resilient, and can go on there when one is lost
+goes_on() { # prints "yes" if ranks of this host are in mpmd.resilient, where they continue after a loss
   (set +f && grep -qs '"goes_on": true' "$work"/status/rank-*.json) && echo yes || echo no
 }
 
-blamed_by() { # the rank that this rank's verdict blames, if this rank's watchdog ended the job
+blamed_by() { # prints the rank that this rank's verdict blames, if this rank's watchdog ended the job
   local file=$work/status/rank-$1.json
   [[ -s $file && $(json_value verdict "$(<"$file")") =~ ^jax-mpmd:\ rank\ ([0-9]+): ]] && echo "${BASH_REMATCH[1]}"
 }
 
-# Tells the watchdogs of this host which rank failed first, so that they need not find out.
+# Tells the watchdogs of this host which rank failed first, so that they do not have to find it.
 note_failure() { # rank status text...
   failed_at=$(date +%s)
   printf '{"rank": %s, "status": %s, "what": "%s"}\n' "$1" "$2" "${*:3}" >"$work/failed.json"
@@ -359,8 +359,8 @@ start_rank() { # rank, index on this host
   run_rank "$1" "$2" "$service_address" "$served" &
 }
 
-# Starts a process where another one is or was, with the same devices.
-start_again() { # the other one, the new one
+# Starts a process on the devices of another one, which may have ended.
+start_again() { # the other process, the new one
   local i
   [[ -z $stopping ]] || return 0
   for i in "${!ranks[@]}"; do
@@ -384,7 +384,7 @@ run_rank() {
     {
       cat >"$(log_file "$rank")" 2>/dev/null || {
         echo "[$rank] jax-mpmd: $(log_file "$rank") cannot be written any more" >&2
-        cat >/dev/null # who prints is not held up
+        cat >/dev/null # reads on, so that a rank that prints does not block
       }
     } <"$work/tail.$rank" {hold}<&- {events}<&- &
   else
@@ -399,7 +399,7 @@ run_rank() {
   (
     trap - TERM HUP INT QUIT PIPE
     export "${rank_environment[@]}" "${mark?}"
-    # Some names have a meaning in bash (IFS, UID), so the user's variables are not set in this shell.
+    # Some names are special in bash (IFS, UID), so the user's variables are not set in this shell.
     exec env "${own_words[@]}" "${added[@]}" "${rank_environment[@]}" "$(type -P setsid)" -- "${command[@]}"
   ) </dev/null >"$work/out.$rank" 2>"$work/err.$rank" {hold}<&- {events}<&- &
   pid=$!
@@ -432,12 +432,12 @@ stop() {
   [[ -z $stopping ]] || return 0
   stopping=yes
   local signal deadline line pid
-  : >"$work/status/stopping" # a rank that finishes its step after a SIGTERM need not after this one
+  : >"$work/status/stopping" # tells ranks not to finish their step after this SIGTERM
   local -a pids
   local -A told=()
   for signal in TERM KILL; do
     deadline=$((SECONDS + 1 + term_s))
-    while members || ((num_running > 0)) && ((SECONDS < deadline)); do # a rank may just be starting
+    while members || ((num_running > 0)) && ((SECONDS < deadline)); do # a rank may be starting right now
       [[ $signal == KILL || -z $hurry ]] || break
       for pid in "${pids[@]}"; do
         [[ $signal == TERM && -n ${told[$pid]:-} ]] || kill -"$signal" -- "$pid"
@@ -516,7 +516,7 @@ listens() { # state 0A is LISTEN; columns: number, local address:port, remote, s
   grep -qiE "^ *[0-9]+: [0-9A-F]+:$(printf '%04X' "$1") [0-9A-F:]+ 0A " /proc/net/tcp /proc/net/tcp6 2>/dev/null
 }
 
-# Finds the Python that the command names, also behind `env` or in what `bash -c` runs, and the folder of its mpmd.
+# Finds the Python in the command, also behind `env` or in the text for `bash -c`, and the folder of its mpmd.
 find_mpmd() {
   local word words pythons=()
   read -rd '' -a words <<<"${command[*]}"
@@ -551,7 +551,7 @@ start_service() { # port
     event service $?
   } >/dev/null 2>&1 &
   while [[ -z $service_pid ]]; do wait_for_event 1; done
-  # If the user named the port, another job may take it now, and our ranks would join that job. So wait until ours listens.
+  # Another job may take a port that the user named, and our ranks would join that job. So wait until our service listens.
   [[ -z $wanted_port ]] || while [[ -n $service_pid && -z $stopping && ! -s $work/service.out ]]; do wait_for_event 0.1; done
 }
 
@@ -565,9 +565,9 @@ stop_service() {
   done
 }
 
-# --- keepers: on each host a process that keeps states in memory ------------------------------------------------------
+# --- keepers: a process on each host that keeps states in memory ------------------------------------------------------
 
-# Runs on a host in place of an agent, and becomes the keeper. Its stdin ends with the launcher, and so does the keeper.
+# Runs on a host instead of an agent, and becomes the keeper. Its stdin ends with the launcher, and so does the keeper.
 keep() {
   local address=:: words=()
   [[ $local_only != yes ]] || address=127.0.0.1
@@ -577,7 +577,7 @@ keep() {
   exec env "${added[@]}" "$service_python" "$mpmd_folder/resilience/keeper.py" --bind "$address" "${words[@]}"
 }
 
-# Starts a keeper on each host that has none, and waits until it listens. Sets keepers (its port and name, by host), and
+# Starts a keeper on each host without one, and waits until it listens. Sets keepers (port and name, by host), and
 # unreachable (hosts that do not answer).
 start_keepers() {
   local name h end port socket answer_s
@@ -591,7 +591,7 @@ start_keepers() {
     [[ -z ${lost:-} || ${lost%% *} != "$h" || $transport == slurm ]] || end_keeper "$name"
     [[ -z ${keepers[$name]:-} ]] || ! keeper_lives "$name" || continue
     answer_s=10
-    [[ -z ${keepers[$name]:-} ]] || { # its host was there, and need not be waited for so long
+    [[ -z ${keepers[$name]:-} ]] || { # its host has answered before, so wait less
       answer_s=5 && say "starts a new keeper on $name: what lay in the memory of the last one is lost"
     }
     unset "keepers[$name]"
@@ -605,7 +605,7 @@ start_keepers() {
       ! read -r -t 0.2 -u "$answer" _ port socket || keepers[$name]=$port:$socket
     done
     exec {answer}<&-
-    [[ -z ${keepers[$name]:-} ]] || { disown "${keeper_pids[$name]}" && continue; } # bash would print how it ended
+    [[ -z ${keepers[$name]:-} ]] || { disown "${keeper_pids[$name]}" && continue; } # else bash would print how it ended
     end_keeper "$name"
     case $transport:$? in
       ssh:255) is_here "$name" || unreachable+=("$name") ;;
@@ -618,16 +618,16 @@ start_keepers() {
 
 keeper_lives() { kill -0 "${keeper_pids[$1]}" 2>/dev/null; } # host
 
-end_keeper() { # host; returns how one ended that has not come to listen
+end_keeper() { # host; returns the status of a keeper that ended before it listened
   local status
   kill -KILL "${keeper_pids[$1]:-}"
   wait "${keeper_pids[$1]:-}"
   status=$?
   while keeper_lives "$1"; do sleep 0.05; done
   return "$status"
-} 2>/dev/null # what bash says of a killed process
+} 2>/dev/null # messages of bash about a killed process
 
-# Starts a keeper. Sets answer, the file descriptor of what it prints.
+# Starts a keeper. Sets answer, the file descriptor of its output.
 start_keeper() { # host
   local h=$1 name=${host_names[$1]} fd
   local -a agent_command
@@ -649,12 +649,12 @@ start_keeper() { # host
   keeper_pids[$name]=$!
 }
 
-# Unsets what the allocation asked for: it is meant for the ranks, and srun would ask for it for a keeper too.
+# Unsets the requests of the allocation: they are meant for the ranks, and srun would request the same for a keeper.
 ask_for_nothing() {
   unset "${!SLURM_GPU@}" "${!SLURM_GRES@}" "${!SLURM_NTASKS@}" "${!SLURM_MEM@}" "${!SLURM_TRES@}" "${!SLURM_CPUS@}"
 }
 
-# Adds to unreachable the nodes whose agents have not said that they have stopped, and on which no step can be started either.
+# Adds nodes to unreachable if their agents have not reported that they stopped, and if no step can be started there.
 find_unreachable_nodes() {
   local task h name
   local -a agent_command
@@ -674,7 +674,7 @@ find_unreachable_nodes() {
   done
 }
 
-# Writes a keeper's program and then signs of life, until the launcher is gone.
+# Writes a keeper's program, and then signs of life until the launcher is gone.
 feed_keeper() { # host
   trap '' TERM HUP INT
   trap - PIPE EXIT
@@ -698,12 +698,12 @@ stop_keepers() {
     while keeper_lives "$name" && ((SECONDS < end)); do sleep 0.05; done
     kill -KILL "${keeper_pids[$name]}" 2>/dev/null
   done
-  # A keeper of this host that was killed has left its folder of compiled programs.
+  # A killed keeper of this host has left its folder of compiled programs.
   rm -rf "${TMPDIR:-/tmp}/jax-mpmd.$(printf %s "$keeper_token" | sha256sum | cut -c 1-16)"
   [[ -z ${keep_folder:-} ]] || rm -rf "$keep_folder"
 }
 
-# Leaves out the hosts that do not answer any more, if enough others are left, or spares make up for their processes.
+# Leaves out hosts that do not answer any more, if enough others are left, or if spares make up for their processes.
 leave_out_unreachable() {
   local name h left=0
   local -a names=() counts=()
@@ -724,7 +724,7 @@ leave_out_unreachable() {
   number_ranks
 }
 
-# Leaves out devices that are slow or compute wrong, as long as there are others for all ranks.
+# Leaves out devices that are slow or compute wrong, as long as all ranks have other devices.
 leave_out_unfit() {
   local h i name again
   for h in "${!host_names[@]}"; do
@@ -819,7 +819,7 @@ check_number() { # option, value, smallest, largest
   (($2 <= ${4:-$most})) || option_error "$1: $2 is more than $most"
 }
 
-# Prints NAME=VALUE as this process was given it. For some names (IFS, UID, lower case) bash has another value.
+# Prints NAME=VALUE from the environment of this process. For some names (IFS, UID, lower case) bash has another value.
 from_environment() { # name; an x is added at the end, so that $(...) keeps newlines
   local entry
   while IFS= read -r -d '' entry; do
@@ -870,7 +870,7 @@ plan() {
       check_number "--hosts: $name" "$count" $((num_spares == 0))
     fi
     [[ $name =~ ^[][A-Za-z0-9_.@:%-]+$ && ! $name =~ ^(-|@|:$|:[^:]) ]] || option_error "--hosts: '$name' is not the name of a host"
-    [[ ! $name =~ ^(.*@)?\[(.+)\]$ ]] || name=${BASH_REMATCH[1]}${BASH_REMATCH[2]} # as ssh takes it
+    [[ ! $name =~ ^(.*@)?\[(.+)\]$ ]] || name=${BASH_REMATCH[1]}${BASH_REMATCH[2]} # the form for ssh
     [[ -z ${seen[$name]:-} ]] || option_error "--hosts: $name is named twice; write $name:K for K processes"
     seen[$name]=yes
     host_names+=("$name") host_counts+=("$count")
@@ -908,8 +908,8 @@ add_spares() {
   done
 }
 
-# Numbers the processes host by host. Those from num_ranks on are spares; with fewer hosts there are fewer of them, and then
-# fewer ranks. Sets connections too, the hosts that have an agent of their own: under Slurm one stands for the whole step.
+# Numbers the processes host by host. Processes from num_ranks on are spares. With fewer hosts there are fewer spares, and
+# then fewer ranks. Also sets connections, the hosts with an agent of their own; under Slurm one stands for the whole step.
 number_ranks() {
   local h i
   first_ranks=() num_processes=0 connections=("${!host_names[@]}") local_of=()
@@ -927,7 +927,7 @@ number_ranks() {
 
 is_here() { [[ $transport != slurm && ($1 == localhost || $1 == 127.0.0.1) ]]; }
 
-# Prints the agent's program: the variables that it needs, as bash text, and then this script.
+# Prints the agent's program: its variables as bash text, and then this script.
 agent_program() { # host
   local h=$1 i agent_index=$1
   local -a ranks=() local_ids=() environment=("${own_words[@]}")
@@ -956,19 +956,19 @@ agent_program() { # host
 # Sets agent_command, the command that runs an agent. The agent reads its program from stdin.
 # shellcheck disable=SC2016 # for the other shell to expand
 readonly bootstrap='IFS= read -r -d "" program && eval "$program"'
-set_agent_command() { # host, what it shall be (default: agent)
+set_agent_command() { # host, role (default: agent)
   local name=${host_names[$1]} what=jax-mpmd-${2:-agent}
   local -a words
   if [[ $transport == slurm ]]; then
     read -ra words <<<"${MPMD_SRUN:-srun}"
-    if [[ $what == jax-mpmd-keeper ]]; then # a step of its own, which outlives that of the ranks and takes nothing from it
+    if [[ $what == jax-mpmd-keeper ]]; then # a separate step, which outlives the ranks' step and takes no resources from it
       agent_command=("${words[@]}" --overlap --nodes=1 --ntasks=1 "--nodelist=$name" --gres=none --mem=0 --cpu-bind=none
         --input=all)
     else
       agent_command=("${words[@]}" --kill-on-bad-exit=1 "--nodes=${#host_names[@]}" "--ntasks=$num_processes"
         "--ntasks-per-node=$procs_per_host" --distribution=block --input=all)
       [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || agent_command+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
-      # Of a step that had a node which is lost, Slurm believes for some time that it still runs.
+      # For some time, Slurm believes that a step with a lost node still runs.
       ((${#host_names[@]} == num_nodes)) || agent_command+=(--overlap "--nodelist=$(IFS=, && printf '%s' "${host_names[*]}")")
     fi
     agent_command+=(bash -c "$bootstrap" "$what")
@@ -1024,7 +1024,7 @@ print_dry_run() {
 feed() { # host
   trap '' TERM HUP INT
   trap - PIPE EXIT
-  exec {events}<&- {lines}<"$tmp/command.$1" # does not wait for a writer, because this process still is one
+  exec {events}<&- {lines}<"$tmp/command.$1" # does not wait for a writer, because this process is still one
   local fd line
   for fd in "${command_fds[@]}"; do exec {fd}>&-; done
   agent_program "$1"
@@ -1048,7 +1048,7 @@ pass_output() {
   LC_ALL=C exec stdbuf -oL sed ''
 }
 
-# Sorts an agent's stderr: the ranks' lines go to our stderr, all others (also those of ssh) into the launcher's loop.
+# Sorts an agent's stderr: the ranks' lines go to our stderr, all others (also ssh's) into the launcher's loop.
 sort_errors() { # host
   trap '' TERM HUP INT
   trap - PIPE EXIT
@@ -1073,7 +1073,7 @@ connect() { # host
   (
     printf '%s\n' "$h pid $BASHPID" >&"$events"
     exec {events}<&-
-    ! is_here "${host_names[h]}" || trap - TERM HUP INT QUIT # ssh and srun ignore them: only the launcher gets signals
+    ! is_here "${host_names[h]}" || trap - TERM HUP INT QUIT # ssh and srun ignore signals: only the launcher gets them
     exec setsid "${agent_command[@]}"
   ) <"$tmp/stdin.$h" 2>"$tmp/stderr.$h" | pass_output
   status=("${PIPESTATUS[@]}")
@@ -1093,7 +1093,7 @@ ended_text() { # prints an exit status in words
   (($1 > 128)) && name=$(kill -l $(($1 - 128)) 2>/dev/null) && [[ -n $name ]] && echo "killed by SIG$name" || echo "exit status $1"
 }
 
-# Makes one attempt, from the start of the agents until nothing is left. Sets job_status and job_text (the first line of the
+# Makes one attempt, from the start of the agents until all have ended. Sets job_status and job_text (the first line of the
 # summary).
 run_job() {
   tmp=$(mktemp -d "${TMPDIR:-/tmp}/jax-mpmd.XXXXXX") || die 69 "no temporary folder in ${TMPDIR:-/tmp}"
@@ -1165,7 +1165,7 @@ on_message() { # host, kind, text
       ;;
     last) printf '%s\n' "${text#|}" >>"$tmp/last" ;;
     transport)
-      [[ ${transport_text[h]:-} == *': Node failure on '* ]] || transport_text[h]=${text%$'\r'} # Slurm says more after this
+      [[ ${transport_text[h]:-} == *': Node failure on '* ]] || transport_text[h]=${text%$'\r'} # Slurm prints more after this line
       [[ $transport != slurm ]] || printf '%s\n' "$text" >&2
       ;;
     closed) on_closed "$h" "$1" ;;
@@ -1174,7 +1174,7 @@ on_message() { # host, kind, text
 
 connection_name() { [[ $transport == slurm ]] && echo srun || echo "${host_names[$1]}"; }
 
-place() { # prints where a message comes from, unless that is clear
+place() { # prints the origin of a message, unless it is clear
   [[ $transport != slurm ]] || { echo 'srun: ' && return; }
   is_here "${host_names[$1]}" && ((${#host_names[@]} == 1)) || printf 'host %s: ' "${host_names[$1]}"
 }
@@ -1188,7 +1188,7 @@ on_ready() { # host, agent, its host name, port, service
       host_of[rank]=$3 runs_on[rank]=$1
     done
   fi
-  agent_host[$1]=$3 transport_text[$1]= # text up to here (from the start of the shell there) does not explain a later end
+  agent_host[$1]=$3 transport_text[$1]= # earlier text (from the start of the shell there) does not explain a later end
   if (($2 == 0)); then
     address=$(first_address "$3"):$4 served=${5:-no}
   fi
@@ -1199,7 +1199,7 @@ on_ready() { # host, agent, its host name, port, service
   command_all "spares ${spares[*]}"
 }
 
-on_exit() { # process, status, pid, whether a watchdog runs, whether the others go on, whom it blames
+on_exit() { # process, status, pid, whether a watchdog runs, whether the others continue, the rank that it blames
   local rank=${is_rank[$1]:-$1} host=${runs_on[$1]:-} text
   unset "runs_on[$1]"
   (($2 != unfit_status)) || [[ -z $host ]] || unfit[${host_names[host]}]+=" ${local_of[$1]}"
@@ -1207,7 +1207,7 @@ on_exit() { # process, status, pid, whether a watchdog runs, whether the others 
     text="spare $1: $(ended_text "$2")"
     for rank in "${!spares[@]}"; do [[ ${spares[rank]} != "$1" ]] || unset "spares[rank]"; done
     spares=("${spares[@]}")
-    # One that dies soon may do so each time: the third of them has no successor.
+    # A spare that dies soon may do so each time, so the third one in a row has no successor.
     ((SECONDS - ${born[$1]:-$started} < 60)) && num_brief=$((num_brief + 1)) || num_brief=0
     if (($2 > 128 && $2 != 143 && num_brief < most_alike)) && [[ $phase == running ]]; then
       text+="; spare $num_numbers waits in its place"
@@ -1231,13 +1231,13 @@ on_exit() { # process, status, pid, whether a watchdog runs, whether the others 
   fi
   blamed=${6:-$blamed}
   ((num_exited < num_ranks)) || begin_stop
-  # All ranks have ended but the one that they blame. It hangs, or is about to end by itself with its own status.
+  # All ranks have ended, except the rank that they blame. It hangs, or is about to end with its own status.
   [[ -z $blamed || $phase == stopping ]] || ((num_exited < num_ranks - 1)) || [[ -n ${statuses[blamed]:-} ]] ||
     deadline=$((deadline < SECONDS + let_go_s ? deadline : SECONDS + let_go_s))
 }
 
-# A spare takes the place of a rank, and a new one is started where the process of the rank was. Where none waits, that one
-# takes the place. False if its devices are unfit.
+# Replaces a rank by a spare, and starts a new spare where the process of the rank was. If no other spare waits, the new one
+# becomes the rank. False if no spare waits and the devices of the process are unfit.
 replace() { # rank, its process, status, the index of its host
   local spare text='takes its place'
   ((${#spares[@]} > 0)) || text='is started in its place'
@@ -1250,7 +1250,7 @@ replace() { # rank, its process, status, the index of its host
   command_all "spares ${spares[*]}"
 }
 
-# Starts a spare where another process is or was, with its devices.
+# Starts a spare on the devices of another process, which may have ended.
 start_spare() { # the process, the index of its host
   local new=$num_numbers
   num_numbers=$((new + 1))
@@ -1260,9 +1260,9 @@ start_spare() { # the process, the index of its host
   command_all "again $1 $new"
 }
 
-# Spares on other hosts take the places of all ranks of a lost host, and where there are too few, processes that are started
-# beside those of the other hosts, unless fewer than --min-hosts are left. False if that cannot be, or the coordination service was
-# there. Its ranks end by themselves when they hear nothing of the others, or when they hear that others have their places.
+# Replaces all ranks of a lost host (never the one of the coordination service) by spares on other hosts. If there are too few
+# spares, starts processes that share devices of the other hosts, unless fewer than --min-hosts are left. False if that is not
+# possible. The ranks of the lost host end when they hear nothing from the others, or when they hear that they are replaced.
 replace_host() { # index of the host, why it is lost, "yes" if its ranks are in mpmd.resilient
   local process spare text i=0 beside_it
   local -a lost_processes=() places=() beside=()
@@ -1293,7 +1293,7 @@ replace_host() { # index of the host, why it is lost, "yes" if its ranks are in 
   command_all "spares ${spares[*]}"
 }
 
-begin_grace() { # "yes" if a watchdog runs; then the other ranks get time to print their own table
+begin_grace() { # "yes" if a watchdog runs: then the other ranks get time to print their own table
   [[ $phase == running ]] || return 0
   phase=grace deadline=$SECONDS
   [[ $1 != yes ]] || deadline=$((SECONDS + grace_s))
@@ -1307,7 +1307,7 @@ begin_stop() {
   ! all_stopped || begin_quit
 }
 
-# Agents that are not ready yet need not stop: they have no ranks, and end when their stdin ends.
+# Agents that are not ready yet do not have to stop: they have no ranks, and end when their stdin ends.
 all_stopped() {
   local h
   for h in "${!transport_pid[@]}"; do ((${num_stopped[h]:-0} >= ${num_ready[h]:-0})) || return 1; done
@@ -1324,7 +1324,7 @@ begin_quit() {
   command_fds=()
 }
 
-process_of() { # prints the newest process that is a rank
+process_of() { # prints the newest process of a rank
   local process last=$1
   for process in "${!is_rank[@]}"; do ((is_rank[process] != $1)) || last=$process; done
   echo "$last"
@@ -1355,7 +1355,7 @@ on_closed() { # host, status of ssh, srun or the local agent
   [[ $phase != quitting ]] || return 0
   why=${transport_text[h]:-}
   [[ -n $why ]] || why="${agent_command[0]}: $(ended_text "$2")"
-  if [[ $phase == running ]] && ((h > 0)); then # where the coordination service is not
+  if [[ $phase == running ]] && ((h > 0)); then # the coordination service is on host 0
     unanswered[h]=$why num_no=0
     command_all asks
     return 0
@@ -1363,7 +1363,7 @@ on_closed() { # host, status of ssh, srun or the local agent
   end_without "$h" "$why"
 }
 
-# A host has said whether it has ranks that can go on without those of hosts that were lost.
+# Handles a host's answer whether it has ranks that can continue after the loss of other hosts.
 on_answer() { # yes or no
   local h why
   [[ $1 == yes ]] || num_no=$((num_no + 1))
@@ -1375,7 +1375,7 @@ on_answer() { # yes or no
   done
 }
 
-# A host has no agent any more, and the job does not go on without it.
+# Ends the job, which cannot continue without a host that has no agent any more.
 end_without() { # index of the host, why
   local h=$1 why=$2
   if [[ $phase == connecting && -z $job_error ]]; then
@@ -1420,7 +1420,7 @@ find_guilty() {
     elif ((statuses[guilty] < 128)); then
       for verdict in "${verdicts[guilty]:-}" "${all_verdicts[@]}"; do
         [[ $verdict == "jax-mpmd: rank $guilty: "* ]] || continue
-        job_text=${verdict#jax-mpmd: } # says more than the status
+        job_text=${verdict#jax-mpmd: } # explains more than the status
         break
       done
     fi
@@ -1455,7 +1455,7 @@ conclude() { # seconds
     printf 'jax-mpmd: %s\n' "$job_text"
     if [[ -n $guilty ]]; then
       printf '  on %s%s, %s s after the start' "${host_of[$(process_of "$guilty")]:-?}" "${rank_pids[guilty]:+, pid ${rank_pids[guilty]}}" "$1"
-      # Its own verdict and table stand above: the verdict as the line before this one.
+      # Its own verdict and table are printed above: the verdict in the line before this one.
       last=$(sed -E '/^jax-mpmd: rank [0-9]+: /d; /^  rank  host /,/^[^ ]/{/^  /d;}; s/^/  | /' "$tmp/last" 2>/dev/null)
       [[ -z $last ]] && printf '%s\n' "$([[ -s $tmp/last ]] || echo '; it printed nothing')" || printf '; its last lines:\n%s\n' "$last"
     fi
@@ -1486,7 +1486,7 @@ main() {
   folder=$PWD attempt=0 interrupted='' events=2 keeper='' host_of=()
   keeper_token=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   script_text=$(<"${BASH_SOURCE[0]}")
-  line_width=3900 # a pipe takes up to 4096 bytes in one piece
+  line_width=3900 # a pipe takes up to 4096 bytes atomically
   [[ $transport != slurm ]] || line_width=900 # and srun 1024
   [[ -z $dry_run ]] || { print_dry_run && exit 0; }
   [[ $log_dir == /* || -z $log_dir ]] || log_dir=$PWD/$log_dir
@@ -1514,14 +1514,14 @@ main() {
   exit "$job_status"
 }
 
-# Counts the failures that are alike and in a row (num_alike), and sets how long to wait before the next attempt (wait_s).
-# Without a watchdog no step is known, and a failure counts only if it came soon. A rank that dies of what it cannot help
-# (memory, its machine) dies at another step the next time.
+# Counts equal failures in a row (num_alike), and sets the time until the next attempt (wait_s). Without a watchdog no step
+# is known, and a failure counts only if it came soon. A rank that dies for an external reason (memory, its machine) dies at
+# another step the next time.
 note_failures() { # seconds of the attempt
   local step=${doing[${guilty:-0}]:-} failure
   step=${step%% *}
   [[ $step =~ ^[0-9]+$ ]] || step=
-  failure="$job_status $step" # not the rank: where all fail alike, chance decides which is first
+  failure="$job_status $step" # not the rank: if all fail in the same way, the first one is random
   failure_text="$(ended_text "$job_status")${step:+ after step $step}"
   [[ $failure == "${last_failure:-}" ]] && { [[ -n $step ]] || (($1 < 60)); } && num_alike=$((num_alike + 1)) || num_alike=1
   last_failure=$failure
