@@ -56,7 +56,7 @@ class Activity:
     """The current activity of this process.
 
     Args:
-      door, stacks: as on its `Board`.
+      door, stacks: fields of its `Board`.
 
     Attributes:
       step: how many steps have begun here.

@@ -1,8 +1,7 @@
 """Compares bit by bit the results that groups computed from the same values, to find the group with a faulty device.
 
 A step hands over digests, which the devices of this process will compute. A thread waits for them, publishes them,
-reads those of the other processes, and finds the odd one out. Arrays that lie in device memory are compared with their
-own earlier bits.
+reads the others, and finds the odd one out. Arrays that stay in device memory are compared with their earlier bits.
 """
 
 import collections
@@ -40,7 +39,7 @@ class Finding(NamedTuple):
     Attributes:
       groups: the faulty group; both groups where two differ and no third one decides.
       devices: their devices that differ, as numbers in the group.
-      at_rest: whether arrays have changed while they lay in the memory of the group.
+      at_rest: whether arrays have changed while they stayed in the memory of the group.
     """
 
     groups: tuple[int, ...]
@@ -92,7 +91,7 @@ class Lying(Protocol):
 
 
 class _Comparisons:
-    """Compares audits in a thread beside the steps."""
+    """A background thread that compares audits."""
 
     def __init__(self):
         self._due: queue.SimpleQueue[Audit | Look] = queue.SimpleQueue()

@@ -52,15 +52,14 @@ class BlackBox:
     def interrupted(self, signal: str, views: Mapping[int, View]) -> str:
         """Writes the record of a process that somebody ends from outside, perhaps because the job hangs.
 
-        The record names a rank that holds up others, even for a short time.
-
         Args:
           signal: the name of the signal.
-          views: the views of all ranks, for a process that notes none. Otherwise the last noted views count: whoever
-            ends a job also lets stopped ranks continue.
+          views: the views of all ranks, for a process that notes none. Otherwise the last noted views count, because
+            the end of a job also lets stopped ranks continue.
 
         Returns:
-          Lines for people: who holds up whom, and where the record is; empty if it has just been written.
+          Lines for people: a rank that holds up others, even for a short time, and where the record is. Empty if the
+          record has just been written.
         """
         if self.folder is None:
             return ""

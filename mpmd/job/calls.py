@@ -147,7 +147,7 @@ class Calls:
       rank, num_ranks: this rank, and the number of ranks.
       store: the key-value store of the job.
       activity: the activity of this process.
-      end: ends all processes with a verdict: a rank, and what it did.
+      end: ends all processes with a verdict, which is a rank and its act.
       check_ranks: raises if a rank was lost, so that nobody waits for its calls.
     """
 

@@ -96,8 +96,7 @@ def _threads_beside_collectives() -> Iterator[None]:
 
     A collective of several processes occupies a thread while it waits for the others. By default there is one thread
     for each device or each core, whichever is more. If collectives occupy all threads, no thread sends a value that
-    another process pulls, and the collectives may wait for that process. (JAX's pool for the insides of large
-    operations gets the same size.)
+    another process pulls, and the collectives may wait for it. (JAX's pool inside large operations gets this size too.)
     """
     name = "PJRT_NPROC"
     threads = 2 * compat.num_cpu_devices()
@@ -165,8 +164,7 @@ def begin_again() -> None:
 
 
 def needs_all() -> None:
-    """Notes that all processes do the next work together. Outside of `mpmd.resilient`, no lost process can be replaced
-    from then on.
+    """Announces common work of all processes. Outside of `mpmd.resilient`, it rules out replacements from then on.
 
     Raises:
       HangError: this process takes the place of a lost one, and has not met the others yet.
@@ -192,7 +190,7 @@ def compare(
     """Compares a call with the same call of `ranks` (None: all). `settle` waits for the result.
 
     Args:
-      did, types, fixed, identity: as `note_of_tree` takes them.
+      did, types, fixed, identity: the arguments of `note_of_tree`.
 
     Raises:
       ScheduleError: an earlier call differs.

@@ -47,9 +47,8 @@ class Watchdog:
       black_box: the flight record of this rank.
       door: the port at which the kernel answers others for this process.
       serves: whether this process serves the key-value store, so that it leaves last.
-      losses: notes the lost ranks, where others take their places; returns a verdict if this process cannot go on.
-      make_way: ends the process of a rank that is slow or holds up the others, where others take the places of lost
-        ranks; returns whether it did.
+      losses: where lost ranks are replaced, notes the losses; returns a verdict if this process cannot go on.
+      make_way: where lost ranks are replaced, ends the process of a slow or stuck rank; returns whether it did.
     """
 
     def __init__(

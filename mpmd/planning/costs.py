@@ -87,9 +87,7 @@ class StepCosts:
         return self._of_program[key]
 
     def _compute_s(self, works: Sequence[Work], text: str, num_devices: int) -> float:
-        """Returns the seconds of a program without its collectives. XLA's text, if there is one, has the operations
-        between products.
-        """
+        """Returns a program's seconds without collectives. XLA's text, if any, shows the work between products."""
         if not text:
             return self.machine.compute_s(works, num_devices)
         products = [dataclasses.replace(work, nbytes=work.nbytes - work.between) for work in works]

@@ -25,8 +25,8 @@ _ADVICE = {
 def conclusion(profile: Profile | None, loops: Sequence[LoopProgram]) -> list[str]:
     """Returns sentences: how busy the groups are, the largest cost, and one thing to do about it, if there is a cost.
 
-    They are about the profile. Without one, they are about the schedule if all tasks take equally long. Without a loop
-    either, there are none.
+    They are about the profile. Without one, they are about the schedule if all tasks take equally long. Empty if there
+    is no loop either.
     """
     if profile is not None:
         return _measured(profile, loops)
@@ -70,7 +70,7 @@ def _advice(profile: Profile, index: int, part: TimeShare, loops: Sequence[LoopP
 
 
 def _bubble(loop: LoopProgram, times: int) -> float:
-    """Returns the bubble with `times` as many microbatches, if all tasks take equally long."""
+    """Returns the bubble with `times` times the microbatches, if all tasks take equally long."""
     if times == 1:
         return loop.loop.simulated().bubble_fraction
     return simulate(loop.loop.schedule, times * loop.loop.partition.info.num_microbatches).bubble_fraction

@@ -127,7 +127,7 @@ def _operations(program: LoopProgram) -> dict[str, tuple[float, ...]]:
     return {"forward": tuple(found["F"]), "input_grad": backward, **rest}
 
 
-# --- what crosses ---------------------------------------------------------------------------------
+# --- transfers ------------------------------------------------------------------------------------
 
 
 def _crossings(loop: Loop) -> Iterator[str]:
@@ -221,7 +221,7 @@ def _listed(ways: Sequence[str]) -> str:
     return ", ".join(ways[:4]) + (f" and {len(ways) - 4} more" if len(ways) > 4 else "")
 
 
-# --- what is done twice ---------------------------------------------------------------------------
+# --- repeated work --------------------------------------------------------------------------------
 
 
 def _repeats(loop: Loop) -> Iterator[str]:

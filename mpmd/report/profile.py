@@ -1,4 +1,4 @@
-"""A measured run: where its time went, beside the same steps on a simulated clock."""
+"""A measured run: where its time went, compared with a simulation of the same steps."""
 
 import dataclasses
 import functools

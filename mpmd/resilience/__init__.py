@@ -1,1 +1,1 @@
-"""Loops that outlive their processes: states in the memory of keepers, which a restarted job goes on from."""
+"""Loops that outlive their processes: a restarted job continues from states in the memory of keepers."""

@@ -9,7 +9,7 @@ from mpmd.job import interrupts
 
 
 class Notice:
-    """The notice of a SIGTERM whose sender lets this process finish its step.
+    """The notice of a SIGTERM that lets this process finish its step.
 
     Args:
       environment: the environment of the process. The launcher makes a file when it ends ranks without delay.

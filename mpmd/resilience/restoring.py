@@ -55,7 +55,7 @@ class Reading:
       connect: makes a connection to a keeper.
 
     Attributes:
-      leaves: the leaves as they were kept. For each process's own leaves: as this process had them.
+      leaves: the kept leaves. For leaves that each process has on its own, the ones of this process.
     """
 
     def __init__(self, version: Version, rank: int, num_ranks: int, connect: Callable[[Address], Connection]):

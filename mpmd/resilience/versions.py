@@ -76,8 +76,7 @@ def lost_text(records: Iterable[Stored], call: int) -> str:
 def buddies(hosts: Sequence[Address], own: Address, copies: int) -> list[Address]:
     """Returns the keepers that keep another copy of the records of `own`: the next ones in a ring of hosts.
 
-    A machine with two names on the launcher's command line has two keepers, which would be lost together. So keepers
-    on the same host as `own` do not count.
+    Keepers at the same address do not count: a machine that the launcher got under two names is lost with both keepers.
     """
     first = hosts.index(own)
     return [host for host in (*hosts[first + 1 :], *hosts[:first]) if host.host != own.host][:copies]
