@@ -38,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`save` and `restore`; what they need, Orbax, is imported when they are used."""
+    """Returns `save` or `restore`. Orbax, which they need, is imported at their first use."""
     if name in ("restore", "save"):
         from reshard import checkpoint
 

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _opened(options: argparse.Namespace) -> Checkpoint:
-    """What `inspect` and `plan` look at: as it is stored, or as a mapping makes it."""
+    """Opens the checkpoint for `inspect` and `plan`: as it is stored, or with a mapping applied."""
     checkpoint = find(options.folder, options.step, options.item)
     if options.mapping is None:
         return checkpoint
@@ -83,7 +83,7 @@ def _opened(options: argparse.Namespace) -> Checkpoint:
 
 
 def _mapped(options: argparse.Namespace) -> list[tree_edits.Change]:
-    """All changes that `convert` makes to the tree, in order: a mapping comes first, or last on the way to a folder."""
+    """Returns all changes of `convert` in order: a mapping comes first, or last if a Hugging Face folder is written."""
     if options.files_of is not None and options.format != "safetensors":
         raise ReshardError("--files-of is for --format safetensors, which it adds files to.")
     changes = [tree_edits.select(options.only, options.drop), *options.changes]
@@ -154,7 +154,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Callable[[CopyProgress], None]]:
-    """A progress bar if somebody is there to see it."""
+    """Shows a progress bar if somebody is there to see it."""
     latest: deque[CopyProgress] = deque(maxlen=1)
     with waiting(lambda: how_far(latest, "reading")):
         yield latest.append
@@ -162,7 +162,7 @@ def _bar() -> Iterator[Callable[[CopyProgress], None]]:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM stop the work between two batches; a second one stops it at once."""
+    """Makes Ctrl-C and SIGTERM stop the work between two batches; a second one stops it at once."""
     if threading.current_thread() is not threading.main_thread():  # where signals cannot be handled
         yield lambda: False
         return
@@ -181,7 +181,7 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
 
 
 def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """What `argparse` calls for a text; it shows the message of an `ArgumentTypeError`, and of no other."""
+    """Wraps a parser for `argparse`, which shows the message of an `ArgumentTypeError` and of no other error."""
 
     def parsed(text: str) -> T:
         try:
@@ -296,13 +296,13 @@ def _command(
 
 
 def _add_step(command: argparse.ArgumentParser) -> None:
-    """Which tree is meant, where a folder has several."""
+    """Adds the options that choose one tree where a folder has several."""
     command.add_argument("--step", type=int, metavar="N", help="which step of a CheckpointManager; default: the latest")
     command.add_argument("--item", metavar="NAME", help="which item of a step that has several trees")
 
 
 def _add_mapping(command: argparse.ArgumentParser) -> None:
-    """How a Hugging Face folder is read as a model."""
+    """Adds the option for how a Hugging Face folder is read as a model."""
     text = f"of a Hugging Face folder: {', '.join(built_in())}, auto (what config.json says), or a file"
     command.add_argument("--mapping", metavar="NAME", help=text)
 
@@ -315,14 +315,14 @@ def _add_several(
     text: str,
     dest: str | None = None,
 ) -> None:
-    """An option that may be given several times."""
+    """Adds an option that may be given several times."""
     command.add_argument(
         option, dest=dest, type=_argument(parse), action="append", default=[], metavar=metavar, help=text
     )
 
 
 def _add_changes(command: argparse.ArgumentParser) -> None:
-    """What becomes of the tree."""
+    """Adds the options that change the tree."""
     text = "cut the arrays below these nodes along axis 0: layers/w[L, …] becomes layers/3/w"
     _add_several(command, "--unstack", _unstack, "NODE[=list|dict]", text, "changes")
     text = "stack the numbered entries of these nodes: layers/3/w becomes layers/w[L, …]"
@@ -334,7 +334,7 @@ def _add_changes(command: argparse.ArgumentParser) -> None:
 
 
 def _add_storage(command: argparse.ArgumentParser) -> None:
-    """How the arrays are stored, and in how much memory they are copied."""
+    """Adds the options for how the arrays are stored, and in how much memory they are copied."""
     text = "cast floating-point arrays; numbers, counters and keys stay as they are; the last that matches counts"
     _add_several(command, "--dtype", _dtype, "[PATTERN=]DTYPE", text)
     text = "chunk sizes, one an axis, -1 for all of it; default: as before, a layer of a stack, at most 64 MiB"
@@ -362,9 +362,9 @@ def _add_storage(command: argparse.ArgumentParser) -> None:
 
 
 def _own_process() -> None:
-    """What suits a process that does nothing else: no accelerator, no warnings to users of Orbax's API, and memory
-    that goes back to the system when it is freed. glibc keeps it otherwise, in an arena for each of the threads that
-    read and write, and `--threshold` would bound what is used but not what is held.
+    """Prepares a process that does nothing but run a command: no accelerator, no warnings for users of Orbax's API, and
+    freed memory returns to the system. Otherwise glibc keeps it, in an arena for each reading or writing thread, and
+    `--threshold` would bound the memory in use but not the memory held.
     """
     jax.config.update("jax_platforms", "cpu")
     logging.getLogger("absl").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Everything of Orbax that it does not document, imported in one place."""
+"""All undocumented parts of Orbax that the library uses, imported in one place."""
 
 import functools
 import importlib
@@ -26,7 +26,7 @@ except ImportError as error:
 
 
 def optional(name: str, *modules: str) -> Any:
-    """Something of Orbax that its releases have in one of these modules, or not at all: then None."""
+    """Returns an object of Orbax from the first of these modules that has it; None if the release has it nowhere."""
     for module in modules:
         try:
             return getattr(importlib.import_module(module), name)
@@ -36,7 +36,7 @@ def optional(name: str, *modules: str) -> Any:
 
 
 def in_v1(module: str) -> Any:
-    """A module of Orbax's v1, which is experimental in some releases; None in one without it."""
+    """Returns a module of Orbax's v1, which is experimental in some releases; None in a release without it."""
     for room in ("orbax.checkpoint.v1", "orbax.checkpoint.experimental.v1"):
         try:
             return importlib.import_module(f"{room}.{module}")
@@ -46,11 +46,11 @@ def in_v1(module: str) -> Any:
 
 
 def around(owner: object, name: str) -> Callable[[Callable], None]:
-    """Puts a function around one of Orbax's: it is given that one, then the arguments. Nothing if a release lacks it.
+    """Wraps a function of Orbax: the wrapper gets the original, then the arguments. Does nothing if a release lacks it.
 
     Args:
-        owner: the class or module that has it, or None.
-        name: what it is called there.
+        owner: the class or module that has the function, or None.
+        name: the function's name there.
     """
     plain = getattr(owner, name, None)
 

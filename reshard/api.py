@@ -39,7 +39,7 @@ _last_stats: Stats | None = None
 
 
 def last_stats() -> Stats:
-    """What the last reshard of this process really did."""
+    """Returns the measured statistics of the last reshard in this process."""
     if _last_stats is None:
         raise ValueError("nothing has been resharded in this process yet.")
     return _last_stats
@@ -55,19 +55,19 @@ def spmd_to_mpmd_reshard(
     *,
     progress: ProgressCallback | bool | None = None,
 ) -> PyTree:
-    """Brings arrays of any mesh, or numpy arrays, into groups.
+    """Moves arrays of any mesh, or numpy arrays, into groups.
 
-    Every byte that a device lacks is brought to it once; what it has already stays where it is. On CPU devices the
-    result may be in memory that XLA does not own: the first program that it is donated to makes a copy.
+    Each device receives every byte that it lacks once; bytes that it has already stay in place. On CPU devices the
+    result may be in memory that XLA does not own: the first program that gets it as a donated buffer makes a copy.
 
     Args:
         mpmd_mesh: the groups.
         spmd_arrays: a pytree of `jax.Array` or numpy arrays.
         mpmd_shardings: the same tree of `MpmdSharding`, or a prefix of it. An array that no group uses (`mesh_ids`
             empty) goes to group 0.
-        threshold: bytes of working memory for each device beyond source and target, a strict bound: a number, or text
-            such as `"64MiB"`. None is a third of the least free device memory; 0 is what the largest array needs alone,
-            so that large arrays go one at a time.
+        threshold: a strict bound on the working memory of each device beyond source and target: bytes, or text such as
+            `"64MiB"`. None is a third of the least free device memory; 0 is the amount that the largest array alone
+            needs, so that large arrays go one at a time.
         donate: whether to free each source shard as soon as its last byte has left; the sources are deleted then.
         progress: a function of `Progress`; True for a bar on standard error; None for one if it takes long;
             False for none.
@@ -106,7 +106,7 @@ def mpmd_to_spmd_reshard(
     *,
     progress: ProgressCallback | bool | None = None,
 ) -> PyTree:
-    """Brings arrays of groups onto any mesh, or to the host as numpy arrays (`reshard.HostMemory()`).
+    """Moves arrays of groups onto any mesh, or to the host as numpy arrays (`reshard.HostMemory()`).
 
     The arguments and errors are those of `spmd_to_mpmd_reshard`.
 
@@ -135,7 +135,7 @@ def mpmd_to_mpmd_reshard(
     *,
     progress: ProgressCallback | bool | None = None,
 ) -> PyTree:
-    """Brings arrays of groups to other groups, of the same mesh or another one.
+    """Moves arrays of groups to other groups, of the same mesh or another one.
 
     The arguments and errors are those of `spmd_to_mpmd_reshard`.
 
@@ -190,7 +190,7 @@ def _reshard(
     ]
     leaves = describe(paths, sources, places, targets)
     bound = default_threshold() if bound is None else bound
-    # Key data of the same key array is the same object, so that it is seen to be moved twice.
+    # A key array that occurs twice has one object of key data, so a second move of it is noticed.
     data = {id(source): _data(source, job) for source in sources}
     if job is not None:
         bound = agree(job, leaves, bound, [data[id(source)] for source in sources])
@@ -217,7 +217,7 @@ def _reshard(
 
 
 def _on_host(source: Any, job: Job | None) -> Any:
-    """Host values as JAX would have them; beside other processes an array on this one's devices alone is one too."""
+    """Returns a host value as JAX would have it. In a job, an array on this process's devices alone becomes one too."""
     if job is not None and is_plain(source) and source.is_fully_addressable and not source.is_deleted():
         return source if keys.is_key(source.dtype) else np.asarray(source)
     return as_jax_would(source)
@@ -253,18 +253,18 @@ def _fault_of_place(target: Any, job: Job | None) -> str | None:
 
 
 def _is_everywhere(x: object) -> bool:
-    """Whether each process has a host array, or keys on a device of its own."""
+    """Returns whether each process has the value: as a host array, or as keys on a device of its own."""
     return isinstance(x, np.ndarray) or (is_plain(x) and x.is_fully_addressable)
 
 
 def _data(source: jax.Array | np.ndarray, job: Job | None) -> jax.Array | np.ndarray:
-    """What is moved of an array: itself, or of keys their data, which beside other processes is on the host."""
+    """Returns the data to move: the array, or the key data of typed keys, which is on the host in a job."""
     data = keys.to_data(source)
     return np.asarray(data) if job is not None and keys.is_key(source.dtype) and _is_everywhere(source) else data
 
 
 def default_threshold() -> int:
-    """A third of the least free memory of this process's devices; CPU devices share what the machine has."""
+    """Returns a third of the least free memory of this process's devices; CPU devices share the machine's memory."""
     devices = jax.local_devices()
     free: list[int] = []
     for device in devices:
@@ -290,19 +290,19 @@ def logically_stacked(
     array: jax.Array | Sequence[jax.Array], comm_mesh: Mesh, mesh_axis_name: str, array_axis: int = 0,
     strict: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """Sees the arrays that groups have as one, with a new axis that is sharded over the groups; moves nothing.
+    """Stacks the arrays of all groups into one, with a new axis that is sharded over the groups; moves no data.
 
     Args:
-        array: what this process's groups have: one `jax.Array`, a sequence of them, or an `MpmdArray`. Of an array that
-            is split evenly over its groups, the pieces are stacked.
+        array: the arrays of this process's groups: one `jax.Array`, a sequence of them, or an `MpmdArray`. If an array
+            is split evenly over its groups, its pieces are stacked.
         comm_mesh: a mesh over the devices of all groups.
-        mesh_axis_name: its axis along which the groups lie.
+        mesh_axis_name: the axis of `comm_mesh` along which the groups lie.
         array_axis: where the new axis goes; a negative one counts from the end of the result's axes.
-        strict: whether a spec that names `mesh_axis_name` already is an error; otherwise it is dropped from it.
+        strict: whether a spec that names `mesh_axis_name` already is an error; otherwise the name is dropped from it.
 
     Returns:
-        An array with `comm_mesh.shape[mesh_axis_name]` slices along `array_axis`, each in its group. As many
-        programs are compiled as there are local devices, each a reshape.
+        An array with `comm_mesh.shape[mesh_axis_name]` slices along `array_axis`, each in its group. One program, a
+        reshape, is compiled for each local device.
 
     Raises:
         ReshardError: the arrays do not lie on the groups of `comm_mesh` in the order of its devices, or differ in
@@ -341,7 +341,7 @@ def logically_stacked(
 def _shards_of_stack(
     arrays: Sequence[jax.Array], sharding: NamedSharding, shape: tuple[int, ...], axis: int
 ) -> list[jax.Array]:
-    """The shards of all arrays in the order of the sharding, each with the new axis; each is where it belongs."""
+    """Returns the shards of all arrays in the order of the sharding, each with the new axis and on its own device."""
     first, mesh = arrays[0], sharding.mesh
     if any((a.shape, a.dtype) != (first.shape, first.dtype) for a in arrays):
         raise ReshardError("logically_stacked: the arrays differ in shape or dtype.")

@@ -50,32 +50,32 @@ def save(
     tensors: TensorFormat | None = None,
     use_compression: bool = False,
 ) -> None:
-    """Saves a tree as an Orbax checkpoint, or a Hugging Face folder. Returns when it is finished; it is whole then.
+    """Saves a tree as an Orbax checkpoint, or a Hugging Face folder. Returns when the checkpoint is complete.
 
-    Every process calls it with the same tree; each byte is written once, by one of the processes that hold it, and
-    those that hold the same share the work. Memory: on the host, what this process writes (on CPU devices nothing
-    beyond the arrays), and 256 MiB of what is being written.
+    Every process calls it with the same tree. Each byte is written once, by one of the processes that hold it, and
+    processes with the same data share the work. Host memory: a copy of the data that this process writes (on CPU
+    devices there is none), and 256 MiB of data being written.
 
-    For saves that go on behind the training, and for keeping the last few, use Orbax's `CheckpointManager`.
+    For saves in the background of the training, and to keep only the last few, use Orbax's `CheckpointManager`.
 
     Args:
         path: the folder to make. It must not exist.
         tree: a pytree of `MpmdArray`, `jax.Array`, numpy arrays, numbers and strings.
         use_zarr3: writes the format Zarr 3 instead of 2.
         timeout_s: how long processes wait for the last one to call it.
-        tensors: makes a Hugging Face folder of safetensors, as it says.
-        use_compression: compresses `MpmdArray`s, and `jax.Array`s beside them, as Orbax does by default (zstd).
-            Trained weights get little smaller by it, and saving and restoring take longer. A tree without any
+        tensors: makes a Hugging Face folder of safetensors, in this format.
+        use_compression: compresses `MpmdArray`s, and `jax.Array`s in the same tree, as Orbax does by default (zstd).
+            It makes trained weights only a little smaller, and saving and restoring slower. A tree without any
             `MpmdArray` has no checksums and is always compressed.
 
     Raises:
-        FileExistsError: something is at `path` already, or another job has put it there meanwhile.
-        ReshardError: the tree has leaves that cannot be saved (names each), or `path` is one that Orbax cannot read;
-            or the processes save to other paths, or trees of other names, shapes, dtypes or groups.
-        ScheduleError: the processes have called other steps, or with other values, so that the tree is not to be
+        FileExistsError: `path` exists already, or another job has made it meanwhile.
+        ReshardError: the tree has leaves that cannot be saved (names each), or Orbax could not read `path`;
+            or the processes save to different paths, or trees of different names, shapes, dtypes or groups.
+        ScheduleError: the processes have called different steps, or steps with different values, so the tree cannot be
             trusted.
-        OSError: it cannot be written there. What was saved before is untouched.
-        TimeoutError: another process did not come.
+        OSError: the checkpoint cannot be written there. Earlier checkpoints are untouched.
+        TimeoutError: another process did not call `save` in time.
 
     Examples:
         >>> import tempfile
@@ -122,20 +122,20 @@ def restore(
 ) -> PyTree:
     """Restores a checkpoint into any layout, whoever wrote it and on whatever mesh.
 
-    Each process reads only the bytes that its devices need, rounded up to whole chunks, once whatever the number of
-    its devices; of arrays in groups of other processes it reads nothing. Beyond the result it needs the memory of
-    the reads in flight, `threshold` or the largest shard.
+    Each process reads only the bytes that its devices need, rounded up to whole chunks, each chunk once for all of
+    its devices. It reads nothing of arrays in groups of other processes. Beyond the result it needs memory for the
+    reads in flight: `threshold`, or the largest shard.
 
     Args:
-        path: the checkpoint's folder, or that of a step of a `CheckpointManager`; or a Hugging Face folder of
-            safetensors, whose floating-point arrays are cast to the dtypes of `like`.
+        path: the folder of a checkpoint, or of a step of a `CheckpointManager`; or a Hugging Face folder of
+            safetensors, with floating-point arrays cast to the dtypes of `like`.
         like: the tree that is wanted: descriptions (`jax.eval_shape(init, key)`), arrays, numbers and strings, and
             `Part`s of stored arrays.
-        shardings: `MpmdSharding`s or JAX shardings, the same tree or a prefix of it. None takes those of the leaves of
-            `like`; a leaf without any becomes a numpy array.
-        partial: whether the checkpoint may have leaves that `like` has not.
-        mapping: how the tensors of a Hugging Face folder become the arrays of `like`: the name of a mapping that comes
-            along (`"llama"`), a file, or "auto" for what config.json says. None: the tensor `a.b.c` is `a/b/c`.
+        shardings: `MpmdSharding`s or JAX shardings, the same tree or a prefix of it. None takes the shardings of the
+            leaves of `like`; a leaf without one becomes a numpy array.
+        partial: whether the checkpoint may have leaves that `like` lacks.
+        mapping: how the tensors of a Hugging Face folder become the arrays of `like`: the name of a built-in mapping
+            (`"llama"`), a file, or "auto" to choose by config.json. None: the tensor `a.b.c` is `a/b/c`.
         reads: counts the bytes that are read.
         threshold: bytes of reads in flight; None is 256 MiB.
 
@@ -144,11 +144,11 @@ def restore(
 
     Raises:
         FileNotFoundError: there is no finished checkpoint at `path`.
-        ReshardError: tree, shapes or dtypes are not those of the checkpoint (names all faults), or it is damaged; or
-            `threshold` is no number of bytes.
-        TypeError: `partial` is no boolean.
+        ReshardError: tree, shapes or dtypes differ from the checkpoint (names all faults), or it is damaged; or
+            `threshold` is not a number of bytes.
+        TypeError: `partial` is not a boolean.
         ScheduleError: `shardings` are of several processes, and these restore different checkpoints, or into different
-            trees. (One checkpoint may have another path in each process.)
+            trees. (One checkpoint may have a different path in each process.)
     """
     counted = Reads() if reads is None else reads
     if not isinstance(partial, bool):
@@ -168,16 +168,16 @@ def restore(
 
 
 def _how_much_is_read(folder: File, reads: Reads) -> tuple[str, float]:
-    """What `waiting` shows of a restore."""
+    """Returns the progress of a restore, as `waiting` shows it."""
     done, whole = reads.nbytes, reads.nbytes_expected
     return f"restore: {human(done)} of {human(whole)} read of {folder}", min(1.0, done / max(1, whole))
 
 
 def _how_much_is_written(folder: File, tree: PyTree, written: Sequence[int]) -> Callable[[], tuple[str, float]]:
-    """What `waiting` shows of a save. Of several processes, each is taken to write as much as the others.
+    """Returns a function for the progress of a save, as `waiting` shows it. Takes all processes to write equally much.
 
     Args:
-        written: bytes of what is in files, where TensorStore did not write it.
+        written: bytes in files that TensorStore did not write.
     """
     whole = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree)) / jax.process_count()
     before = leaf_handler.nbytes_written()

@@ -1,7 +1,7 @@
-"""Has the saves and restores of a process compared with those of the others: they make them together.
+"""Compares the saves and restores of all processes, which must make the same ones.
 
-Ranks that restored different checkpoints would go on without a word, and ranks that save to different paths would wait
-for each other.
+Otherwise ranks that restore different checkpoints would continue silently, and ranks that save to different paths
+would wait for each other.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from reshard.checkpoint.requests import Request
 from reshard.storage.identity import identity
 from reshard.storage.stored import Checkpoint, absolute
 
-# The types of more arrays are not compared: each process would read them of every other one.
+# The types of more arrays are not compared: each process would have to read them from every other process.
 _MAX_COMPARED = 1000
 
 
 def about_save(path: str | os.PathLike[str], tree: PyTree) -> dict[str, str]:
-    """What all processes that save a tree have alike."""
+    """Returns the properties of a save that must be equal in all processes, in words by name."""
     if jax.process_count() == 1:
         return {}
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -32,19 +32,19 @@ def about_save(path: str | os.PathLike[str], tree: PyTree) -> dict[str, str]:
 
 
 def about_arrays(arrays: Iterable[tuple[str, object]]) -> dict[str, str]:
-    """Names and types of some arrays, as processes compare them; nothing of very many."""
+    """Returns names and types of arrays, as processes compare them; an empty dict if there are very many arrays."""
     types = sorted(f"{name}: {placed_text(x)}" for name, x in arrays)
     return {"the tree": f"as {', '.join(types)}"} if len(types) <= _MAX_COMPARED else {}
 
 
 @contextlib.contextmanager
 def compared_restore(path: str | os.PathLike[str], requests: Sequence[Request]) -> Iterator[list[Checkpoint]]:
-    """Around what finds a checkpoint and puts it into the list that this gives. Then all have found the same.
+    """Wraps a block that finds a checkpoint and puts it into the yielded list. Afterwards all have found the same one.
 
-    Only where arrays go to devices of several processes: what a process reads for itself is its own affair.
+    Compares only where arrays go to devices of several processes, not what a process restores for itself alone.
 
     Raises:
-        ScheduleError: others restore another checkpoint, or into another tree, or have failed where this one has not.
+        ScheduleError: others restore a different checkpoint, or into a different tree, or fail where this one does not.
     """
     ranks, found = _ranks_of(requests), []
     if len(ranks) < 2 or jax.process_index() not in ranks:
@@ -64,12 +64,12 @@ def compared_restore(path: str | os.PathLike[str], requests: Sequence[Request]) 
 
 
 def _ranks_of(requests: Sequence[Request]) -> set[int]:
-    """The processes of all meshes that arrays go to."""
+    """Returns the processes of all meshes that arrays go to."""
     ranks: set[int] = set()
     for sharding in {request.sharding for request in requests}:
         if isinstance(sharding, MpmdSharding):
             ranks.update(rank for of_group in sharding.mpmd_mesh.processes for rank in of_group)
-        elif isinstance(sharding, jax.sharding.Sharding):  # anything else is told later
+        elif isinstance(sharding, jax.sharding.Sharding):  # anything else is reported later
             ranks.update(d.process_index for d in sharding.device_set)
     return ranks
 

@@ -1,6 +1,6 @@
 """Writes a checkpoint into a temporary folder and renames it at the end. If two jobs save to one path, one succeeds.
 
-Orbax names its temporary folder by the target, so two jobs would write into one and each remove the other's.
+Orbax names its temporary folder by the target, so two jobs would write into the same one and remove each other's files.
 """
 
 import errno
@@ -20,17 +20,17 @@ from reshard.storage.unfinished import UnfinishedFolder
 
 
 class Working(UnfinishedFolder):
-    """The folder in which the processes of one job write a checkpoint; each of them makes one at the same point.
+    """The folder in which the processes of one job write a checkpoint; each process constructs one at the same point.
 
-    In a store of objects, which has no rename, it is the target.
+    In an object store, which has no rename, it is the target.
     """
 
     def __init__(self, target: File, timeout_s: int):
-        """Returns when all processes have come; they are in a call that they make together.
+        """Returns when all processes have come, which are in a shared call.
 
         Raises:
-            FileExistsError: something is at `target`, as the first process sees it; in all processes.
-            TimeoutError: one has not come in time.
+            FileExistsError: the first process finds something at `target`; raised in all processes.
+            TimeoutError: a process has not come in time.
         """
         self.target = target
         self._is_shared = jax.process_count() > 1
@@ -52,12 +52,12 @@ class Working(UnfinishedFolder):
         super().__init__(target, suffix if self._is_renamed else "")
 
     def put_in_place(self, timeout_s: int) -> None:
-        """Renames the finished folder to the target; the first process does, and all hear how it went.
+        """Renames the finished folder to the target: the first process does it, and all learn the result.
 
         Raises:
-            FileExistsError: something has come to the target meanwhile. What was written is removed.
+            FileExistsError: the target was made by somebody else meanwhile. The finished folder is removed.
             OSError: the folder cannot be renamed.
-            TimeoutError: the first process does not say in time whether it was.
+            TimeoutError: the first process does not report the result in time.
             RankLostError: a process was lost, perhaps the first one.
         """
         if not self._is_renamed:
@@ -83,7 +83,7 @@ class Working(UnfinishedFolder):
         """Returns when every process that saves this folder has come to the same point.
 
         Raises:
-            TimeoutError: one has not, in time.
+            TimeoutError: a process has not come in time.
         """
         if not self._is_shared:
             return

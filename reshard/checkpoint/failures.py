@@ -1,4 +1,4 @@
-"""Says what an error of storage means for whoever saves: the disk is full, the folder may not be written."""
+"""Turns errors of storage into errors that a user understands: the disk is full, the folder may not be written."""
 
 import errno
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _CASES = (
 
 
 def known_failure(error: BaseException, folder: File | str) -> OSError | None:
-    """The error of a save as the user is to see it; None for one that this file knows nothing about."""
+    """Returns the error of a save as the user is to see it; None for an error that this file does not know."""
     text = "\n".join(map(str, _chain(error)))
     for code, signs, what in _CASES:
         if any(sign in text for sign in signs):
@@ -27,7 +27,7 @@ def known_failure(error: BaseException, folder: File | str) -> OSError | None:
 
 
 def failure_of(error: BaseException, folder: File | str) -> OSError:
-    """The error of a save, whatever it was, as the user is to see it."""
+    """Returns the error of a save, whatever it is, as the user is to see it."""
     if isinstance(told := heard(error), OSError):
         return type(told)(told.errno, told.strerror, str(folder)) if told.errno is not None else told
     if (known := known_failure(error, folder)) is not None:

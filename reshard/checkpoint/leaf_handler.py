@@ -55,14 +55,14 @@ Infos = Sequence[ocp.type_handlers.ParamInfo]
 
 @dataclasses.dataclass
 class _Uncompressed(ocp.SaveArgs):
-    """For arrays that have checksums, which find more than a decompressor: they are stored as they are."""
+    """Stores arrays as they are. For arrays that have checksums, which find more damage than a decompressor."""
 
 
 class MpmdLeaves(ArrayHandler):
-    """Writes and reads `MpmdArray`s beside `jax.Array`s. Mixed in front of whatever handled `jax.Array` before.
+    """Writes and reads `MpmdArray`s as well as `jax.Array`s. Mixed in front of the previous handler of `jax.Array`.
 
     Attributes:
-        gives_numpy: whether an array for which neither the reader nor a file names a sharding becomes a numpy array.
+        gives_numpy: whether an array becomes a numpy array if neither the reader nor a file names a sharding for it.
     """
 
     gives_numpy = False
@@ -70,7 +70,7 @@ class MpmdLeaves(ArrayHandler):
     async def serialize(
         self, values: Sequence[jax.Array], infos: Infos, args: Sequence[ocp.SaveArgs] | None = None
     ) -> Sequence[Any]:
-        """Copies to the host what this process has to write; the futures that are returned write it."""
+        """Copies this process's part of the arrays to the host; the returned futures write it."""
         if not any(isinstance(value, MpmdArray) for value in values):
             return await super().serialize(values, infos, args)
         joining.settle()
@@ -89,7 +89,7 @@ class MpmdLeaves(ArrayHandler):
     async def _write(
         self, on_host: Sequence[Any], infos: Sequence[Any], args: Sequence[ocp.SaveArgs], impls: Sequence[str | None]
     ) -> None:
-        # No sharding file is written: devices and groups of this run would mean nothing to another.
+        # No sharding file is written: devices and groups of this run would mean nothing to another run.
         written = write_slices(
             on_host,
             infos,
@@ -113,7 +113,7 @@ class MpmdLeaves(ArrayHandler):
         )
         try:
             await asyncio.gather(written, sums)
-        except Exception as error:  # storage has many
+        except Exception as error:  # storage raises many kinds of errors
             if (known := known_failure(error, infos[0].parent_dir)) is not None:
                 raise known from error
             raise
@@ -143,8 +143,8 @@ class MpmdLeaves(ArrayHandler):
         return [on_host[i] for i in range(len(data))]
 
     async def deserialize(self, infos: Infos, args: Sequence[ocp.RestoreArgs] | None = None) -> Any:
-        """Reads what goes to an `MpmdSharding`, or to other processes alone, of which Orbax (0.12) makes no array; the
-        rest is left to the handler that was there before.
+        """Reads arrays that go to an `MpmdSharding`, or only to other processes (Orbax 0.12 makes no array of these).
+        The previous handler reads the rest.
         """
         args = args or [ocp.RestoreArgs()] * len(infos)
         has_file = not self.gives_numpy or (infos[0].parent_dir / "_sharding").exists()
@@ -196,7 +196,7 @@ def _request(name: str, arg: Any) -> Request:
 
 
 def _chunks_on_host(array: MpmdArray, pieces: Sequence[HostCopy], plan: Writing) -> replica_slices.ReplicaSlices:
-    """What this process writes of an array, chunk by chunk, without another copy."""
+    """Returns the part of an array that this process writes, chunk by chunk, without another copy."""
     slices = []
     for piece in pieces:
         data = np.asarray(piece.data)
@@ -214,7 +214,7 @@ def _chunks_on_host(array: MpmdArray, pieces: Sequence[HostCopy], plan: Writing)
 
 
 def fault_of_array(array: jax.Array | np.ndarray) -> str | None:
-    """Why an array cannot be saved; None if it can."""
+    """Returns the reason why an array cannot be saved; None if it can."""
     what = type_text(array.shape, array.dtype)
     if not isinstance(array, np.ndarray) and array.is_deleted():
         return f"{what} has been deleted, or donated to a step: save what the step returned"
@@ -237,13 +237,13 @@ def _check_savable(values: Sequence[jax.Array], infos: Infos) -> None:
 
 
 def all_processes() -> ocp.options.MultiprocessingOptions:
-    """Naming the processes makes Orbax wait for them with a time limit, and without a computation on their devices."""
+    """Names the processes. Then Orbax waits for them with a time limit, and without a computation on their devices."""
     several = set(range(jax.process_count())) if jax.process_count() > 1 else None
     return ocp.options.MultiprocessingOptions(active_processes=several)
 
 
 def nbytes_written() -> int:
-    """Bytes that TensorStore has written to files so far in this process."""
+    """Returns the bytes that TensorStore has written to files so far in this process."""
     metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_written")
     return sum(value.get("value", 0) for metric in metrics for value in metric["values"])
 
@@ -251,7 +251,7 @@ def nbytes_written() -> int:
 def write_tree(folder: File, tree: PyTree, *, use_zarr3: bool, use_compression: bool) -> None:
     """Writes a checkpoint with bounded memory and returns when it is finished."""
     processes = all_processes()
-    # A limiter waits for less than its bound; what Orbax writes at once of a jax.Array is a shard.
+    # A limiter waits for less than its bound; Orbax writes a jax.Array in units of a shard.
     largest = max((x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if is_plain(x)), default=0)
     handler = ocp.BasePyTreeCheckpointHandler(
         save_concurrent_bytes=max(IN_FLIGHT_NBYTES, largest + 1), use_zarr3=use_zarr3, multiprocessing_options=processes
@@ -278,7 +278,7 @@ def register() -> None:
 
 
 def _beside(before: object) -> MpmdLeaves:
-    """A handler that does what `before` does, with its options and its store of metadata, and knows MpmdArrays."""
+    """Returns a handler that works like `before`, with its options and store of metadata, and knows MpmdArrays too."""
     bases = (MpmdLeaves,) if type(before) is ArrayHandler else (MpmdLeaves, type(before))
     kind = type("MpmdArrayHandler", bases, {})
     handler = kind.__new__(kind)
@@ -291,9 +291,9 @@ def _described(tree: PyTree) -> PyTree:
 
 
 def _let_v1_know() -> None:
-    """Orbax's v1 makes its handlers from a table of classes; the one of `jax.Array` gets our handler inside.
+    """Puts our handler inside Orbax's own for `jax.Array`, in the table of classes that Orbax's v1 makes handlers from.
 
-    Its documented way, a registry in an `ocp.Context`, would have each user write it around each call.
+    With the documented way, a registry in an `ocp.Context`, each user would have to write it around each call.
     """
     registry, arrays = in_v1("_src.serialization.registry"), in_v1("_src.serialization.array_leaf_handler")
     table: list[Any] | None = getattr(registry, "STANDARD_TYPE_AND_ABSTRACT_TYPE_AND_TYPESTR_TO_HANDLER", None)
@@ -306,7 +306,7 @@ def _let_v1_know() -> None:
         def __init__(self, **options: object):
             super().__init__(**options)
             self._handler_impl = _beside(self._handler_impl)
-            self._handler_impl.gives_numpy = True  # as the older API does by itself
+            self._handler_impl.gives_numpy = True  # as the older API does anyway
 
         async def deserialize(self, params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             params = [dataclasses.replace(p, value=_described(p.value)) for p in params]
@@ -316,7 +316,7 @@ def _let_v1_know() -> None:
 
 
 def _let_standard_handler_describe() -> None:
-    """`StandardCheckpointHandler` restores what it is given arrays for into their `.sharding`, one `jax.Array` each."""
+    """Describes the targets of `StandardCheckpointHandler`, which makes one `jax.Array` in each array's `.sharding`."""
 
     @around(ocp.StandardCheckpointHandler, "restore")
     def restore_described(restore: Any, self: Any, directory: Any, item: Any = None, args: Any = None) -> Any:
@@ -326,7 +326,7 @@ def _let_standard_handler_describe() -> None:
 
 
 def _let_trees_be_compared() -> None:
-    """All handlers read trees with this one, those of v1 too. Where trees differ, Orbax shows whole branches."""
+    """Checks names in the handler that all others, v1's too, read trees with. Orbax would show whole branches."""
 
     @around(ocp.BasePyTreeCheckpointHandler, "restore")
     def restore_compared(restore: Any, self: Any, directory: Any, args: Any = None) -> Any:

@@ -49,18 +49,18 @@ class Part:
 
 
 def tree_path(keys: tuple[object, ...]) -> tuple[str, ...]:
-    """The keys of a leaf as strings, the way a checkpoint names them."""
+    """Returns the keys of a leaf as strings, as a checkpoint names them."""
     return tuple(map(str, ocp.utils.tuple_path_from_keypath(keys)))
 
 
 def type_of(leaf: Leaf) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of a stored array; of typed keys those of the keys, not of their data."""
+    """Returns shape and dtype of a stored array; for typed keys, of the keys and not of their data."""
     dtype = key_dtype(leaf.extra) or leaf.dtype
     return keys.shape_of_data(leaf.shape, dtype), dtype
 
 
 def leaves_by_name(checkpoint: Checkpoint) -> dict[tuple[str, ...], Leaf]:
-    """The stored arrays, numbers and texts; empty containers are none of a tree's leaves."""
+    """Returns the stored arrays, numbers and texts by name; empty containers are not leaves of a tree."""
     return {leaf.names: leaf for leaf in checkpoint.leaves if leaf.is_array or leaf.value_type == "string"}
 
 
@@ -69,10 +69,10 @@ def _text(leaf: Leaf) -> str:
 
 
 def requests_of(like: PyTree, shardings: PyTree) -> tuple[list[Request], TreeDef]:
-    """A request for each leaf of `like`, and the structure of the tree.
+    """Returns a request for each leaf of `like`, and the structure of the tree.
 
     Raises:
-        ReshardError: the structure of `shardings` is not that of `like`.
+        ReshardError: `shardings` does not have the structure of `like`.
     """
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(like)
     places = [None] * len(with_paths) if shardings is None else broadcast(shardings, like, "restore: shardings")
@@ -87,7 +87,7 @@ def requests_of(like: PyTree, shardings: PyTree) -> tuple[list[Request], TreeDef
         kind, shape, dtype = type(leaf), (), None
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             kind, shape, dtype = None, tuple(leaf.shape), leaf.dtype
-            if isinstance(leaf, np.ndarray):  # the order of its bytes is stored as that of the machine
+            if isinstance(leaf, np.ndarray):  # stored in the byte order of the machine
                 dtype = dtype.newbyteorder("=")
         sharding = sharding if kind is None else None
         requests.append(Request("/".join(path), shape, dtype, sharding, index, source=source, kind=kind))
@@ -95,7 +95,7 @@ def requests_of(like: PyTree, shardings: PyTree) -> tuple[list[Request], TreeDef
 
 
 def check_fit(requests: Sequence[Request], folder: File, stored: Stored, partial: bool) -> None:
-    """Raises one ReshardError that names every leaf which is not as it was expected."""
+    """Raises one ReshardError that names every leaf that differs from what was expected."""
     faults = [f"{want.name or 'the tree'}: {fault}" for want in requests if (fault := _fault(want, stored)) is not None]
     known = {want.source for want in requests}
     extra = [] if partial else [leaf for leaf in stored.values() if leaf.names not in known]
@@ -117,7 +117,7 @@ def _refuse(folder: File, faults: Sequence[str], hints: Sequence[str]) -> None:
 
 
 def check_names(wanted: Mapping[tuple[str, ...], object], folder: File, partial: bool) -> None:
-    """As `check_fit` for Orbax's own restore, which goes on to shapes and dtypes: all leaves that only one tree has."""
+    """Raises a ReshardError that names all leaves of only one tree. Orbax's restore then checks shapes and dtypes."""
     there = value_types(folder)
     faults = [
         f"{'/'.join(name) or 'the tree'}: expected {_wanted_text(leaf)}, but the checkpoint has nothing there"
@@ -140,7 +140,7 @@ def _wanted_text(leaf: Any) -> str:
 
 
 def _renamed(requests: Sequence[Request], stored: Stored, extra: Sequence[Leaf]) -> tuple[Request, Leaf] | None:
-    """The first array that is not there, and one of its type that nobody asked for."""
+    """Finds the first array that is missing, and an array of the same type that nobody asked for."""
     missing = [want for want in requests if want.kind is None and want.name and want.source not in stored]
     pairs = ((want, leaf) for want in missing for leaf in extra if leaf.is_array)
     return next((p for p in pairs if type_of(p[1]) == (p[0].shape, p[0].dtype)), None)
@@ -169,7 +169,7 @@ def _value_fits(kind: type | None, leaf: Leaf) -> bool:
 
 
 def part_shape(index: Sequence[int | slice], shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The shape of a part of an array; None if it has no such part."""
+    """Returns the shape of a part of an array; None if the array has no such part."""
     if any(isinstance(entry, slice) and entry.step not in (None, 1) for entry in index):
         return None
     try:

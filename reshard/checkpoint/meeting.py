@@ -1,8 +1,8 @@
-"""Where the processes of a save wait for each other; the waiting ends in all of them as soon as one cannot save.
+"""Barriers of the processes of a save: the waiting ends in all of them as soon as one cannot save.
 
-A process that fails tells the others through the key-value store of `jax.distributed` and leaves. The others find it
-where they wait next, raise the same error, and leave too. Each call (a save, say) has a number, which every process
-counts alike; what is told of one call is never heard in another, so the next save begins anew.
+A process that fails writes its error to the key-value store of `jax.distributed` and leaves. The others find the
+error at their next wait, raise the same one, and leave too. Each call (a save, say) has a number, which every process
+counts alike. An error of one call is never read in another, so the next save starts afresh.
 """
 
 import contextlib
@@ -25,25 +25,25 @@ from mpmd.job import joining
 from mpmd.job.disagreement import other_ways
 from mpmd.observe import ledger
 
-# Those who wait look this often whether somebody has failed.
+# The interval at which a waiting process looks for a failure of another one.
 _SLICE_MS = 500
 _MAX_SHOWN = 5
-# What was said in a call, or at a place, is forgotten so many later: threads may go on with one that has returned.
+# Entries of a call, or a place, are deleted so many calls or places later: threads may still run for an older call.
 _NUM_REMEMBERED = 64
 _MARK = "_mpmd_said"
-# How many calls those ranks have made together, since a rank was lost the last time: who is in its place has made none.
+# The calls that these ranks have made together since a rank was last lost; a replacement process has made none.
 _numbers: defaultdict[tuple[int, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
 _lock = threading.Lock()
 
 
 class SharedCall:
-    """One call that all of `ranks` make together, and the threads that go on with it after it has returned.
+    """One call that all of `ranks` make together, and the threads that continue it after it has returned.
 
-    It gets its number where it first waits for the others, or fails: one that does neither counts nowhere.
+    It gets its number when it first waits for the others, or fails: a call that does neither is not counted.
 
     Attributes:
-        about: what the others must have alike, in words by name: `{"step": "as 7"}`. It may grow during the call.
-        place_read: what this process reads, which may have another path elsewhere; told where the rest differs.
+        about: properties that all processes must share, in words by name: `{"step": "as 7"}`. May grow during the call.
+        place_read: the path that this process reads, which may differ elsewhere; shown where something else differs.
     """
 
     def __init__(self, what: str, ranks: tuple[int, ...]):
@@ -58,7 +58,7 @@ class SharedCall:
 
     @property
     def folder(self) -> str:
-        """Of the store, the same in all processes."""
+        """The folder of this call in the key-value store, the same in all processes."""
         with _lock:
             if not self._folder:
                 epoch = self._epoch = joining.epoch()
@@ -69,7 +69,7 @@ class SharedCall:
             return self._folder
 
     def place(self, key: str) -> str:
-        """Where the processes that come with this key meet; they may come with one key several times."""
+        """Returns the place where processes meet under this key; they may meet several times under one key."""
         folder = self.folder
         with _lock:
             self._counts[key] += 1
@@ -77,7 +77,7 @@ class SharedCall:
             return self._places[-1]
 
     def forget(self) -> None:
-        """All have come to the last place: nobody asks what was said long before."""
+        """Deletes old entries: all processes have come to the last place, so nobody reads what is long over."""
         with _lock:
             before = [self._before, self._places[0] if len(self._places) > _NUM_REMEMBERED else ""]
             self._before = ""
@@ -85,22 +85,22 @@ class SharedCall:
             store().key_value_delete(f"{folder}/")
 
     def check(self) -> None:
-        """Raises a RankLostError where a rank was lost since it began."""
+        """Raises a RankLostError if a rank was lost since the call began."""
         joining.check()
         if self._folder and joining.epoch() != self._epoch:
             raise RankLostError(f"mpmd: a rank was lost during the {self.what}")
 
     def publish(self) -> None:
-        """Says what this process's call is about."""
+        """Publishes the properties of this process's call."""
         if self.about != self._compared:
             place = f"{self.folder}/about/{jax.process_index()}"
             store().key_value_set(place, json.dumps([self.about, self.place_read]), allow_overwrite=True)
 
     def compare(self) -> None:
-        """Compares it with what the others have said.
+        """Compares the properties of this process's call with the published ones.
 
         Raises:
-            ReshardError: it differs.
+            ReshardError: they differ.
         """
         mine = dict(self.about)
         if mine == self._compared:
@@ -123,27 +123,27 @@ class Meetings:
     """The meetings of this process with the others; every process comes to the same ones in the same order."""
 
     def __init__(self):
-        # Not the thread's: tasks of an event loop, and the threads that they use, are in the call that began them.
+        # Not thread-local: tasks of an event loop, and the threads that they use, are in the call that began them.
         self._here: ContextVar[tuple[SharedCall | None, bool]] = ContextVar("meetings", default=(None, False))
 
     @property
     def call(self) -> SharedCall | None:
-        """The one that this thread or task is in."""
+        """The call that this thread or task is in."""
         return self._here.get()[0]
 
     @property
     def is_behind(self) -> bool:
-        """Whether this thread or task goes on with a call that has returned."""
+        """Whether this thread or task continues a call that has returned."""
         return self._here.get()[1]
 
     @contextlib.contextmanager
     def together(
         self, what: str, ranks: set[int] | None = None, about: Mapping[str, str] = MappingProxyType({})
     ) -> Iterator[None]:
-        """Around a call of all `ranks`: what one raises, the others raise where they wait. Within one: a part of it.
+        """Wraps a call of all `ranks`: an error in one is raised where the others wait. A nested call is a part of it.
 
         Args:
-            about: what all must have alike, in words by name.
+            about: properties that must be equal in all processes, in words by name.
         """
         with ledger.during(ledger.CHECKPOINT):
             if self.call is not None or jax.process_count() == 1:
@@ -151,7 +151,7 @@ class Meetings:
                 return
             if what == "save":
                 joining.needs_all()
-            elif joining.is_apart():  # the others have done it before
+            elif joining.is_apart():  # the other processes have done it before
                 yield
                 return
             call = SharedCall(what, _in_order(ranks))
@@ -167,10 +167,10 @@ class Meetings:
 
     @contextlib.contextmanager
     def behind(self, call: SharedCall | None) -> Iterator[None]:
-        """Around what a thread or task does after `call` has returned.
+        """Wraps the work of a thread or task after `call` has returned.
 
-        What fails there is told to such threads only. Their callers hear of it when they wait for them, or call next:
-        each of them then, and not one of them in the middle of what the others go on with.
+        An error in this work is reported to threads of this kind only. Every caller sees it when it waits for them or
+        makes its next call: all callers at that point, and none in the middle of work that the others continue.
         """
         before = self._here.set((call, call is not None))
         try:
@@ -179,13 +179,13 @@ class Meetings:
             self._here.reset(before)
 
     def meet(self, key: str, timeout_ms: int, ranks: set[int] | None = None) -> None:
-        """Returns when all of `ranks` have come: in all of them, or in none.
+        """Waits for all of `ranks`: returns in all of them, or in none.
 
         Raises:
-            OSError: one of them cannot save; as `tell` was told.
-            ReshardError: they do not save or restore the same.
+            OSError: one of them cannot save; the error that it passed to `tell`.
+            ReshardError: the processes do not save or restore the same tree.
             ScheduleError: the others have called something else.
-            TimeoutError: one has not come in time; the others are told so.
+            TimeoutError: a process has not come in time; the others raise it too.
         """
         if joining.is_apart():
             return
@@ -214,16 +214,16 @@ class Meetings:
                     self.tell(late)
                     raise late
             except Exception:
-                if _get(f"{place}/all") is not None:  # all came meanwhile, and the others go on
+                if _get(f"{place}/all") is not None:  # all have come meanwhile, and the others continue
                     return
                 raise
 
     def find(self, key: str, timeout_s: int) -> str:
-        """What another process says once under a key of the store.
+        """Waits for a text that another process writes once under a key of the store.
 
         Raises:
             RankLostError: a process was lost, perhaps that one.
-            TimeoutError: it does not say it in time.
+            TimeoutError: the text does not come in time.
         """
         end = time.monotonic() + timeout_s
         while (said := _get(key, _SLICE_MS)) is None:
@@ -233,7 +233,7 @@ class Meetings:
         return said
 
     def tell(self, error: BaseException) -> None:
-        """Makes the others raise this error, where they wait in this call; nothing if they know of one."""
+        """Makes the others raise this error where they wait in this call, unless it came from another process."""
         if self.call is not None and heard(error) is None:
             _set(f"{self.call.folder}/failed/{int(self.is_behind)}", said_of(error, self.call.what))
 
@@ -243,7 +243,7 @@ class Meetings:
                 raise as_told(said)
 
 
-# Where Orbax waits in none of the calls that are known here.
+# The calls for Orbax's waits that are in none of the calls known here.
 _outside: dict[tuple[int, tuple[int, ...]], SharedCall] = {}
 
 
@@ -271,12 +271,12 @@ def _set(key: str, text: str) -> None:
     try:
         store().key_value_set(key, text)
     except jax.errors.JaxRuntimeError as error:
-        if "ALREADY_EXISTS" not in str(error):  # else another has failed before, which is told then
+        if "ALREADY_EXISTS" not in str(error):  # otherwise another process has failed before, and its error is reported
             raise
 
 
 def said_of(error: BaseException, what: str = "save") -> str:
-    """An error as text, for other threads and processes."""
+    """Returns an error as text, for other threads and processes."""
     if (found := heard(error)) is not None:
         return getattr(found, _MARK)
     said = {"rank": jax.process_index(), "what": what, "kind": type(error).__name__, "text": str(error)}
@@ -286,7 +286,7 @@ def said_of(error: BaseException, what: str = "save") -> str:
 
 
 def as_told(text: str) -> Exception:
-    """The error of which `said_of` told."""
+    """Returns the error that `said_of` wrote as text."""
     said = json.loads(text)
     is_own = said["rank"] == jax.process_index()
     told = said["text"] if is_own else f"{said['text']} (so process {said['rank']} says)"
@@ -305,8 +305,8 @@ def as_told(text: str) -> Exception:
 
 
 def heard(error: BaseException | None) -> BaseException | None:
-    """The error of another process that this one was told, if that is the cause."""
-    # Not by `__context__`: that of a second save in an `except` is the error of the first one.
+    """Returns the error of another process that caused this error, if there is one."""
+    # Not by `__context__`: for a second save in an `except` block, it is the error of the first save.
     while error is not None and not hasattr(error, _MARK):
         error = error.__cause__
     return error

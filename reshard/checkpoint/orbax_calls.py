@@ -1,7 +1,7 @@
-"""Makes Orbax's own checkpointers wait in our meetings, so that all processes are told at once when one cannot save.
+"""Makes Orbax's own checkpointers wait in our meetings, so that all processes learn at once that one cannot save.
 
-Orbax waits at barriers of `jax.distributed`, in a computation of all devices, and for signals of the first process
-that it has made the folders: each for 20 minutes or without end, whatever became of the others.
+Orbax itself waits at barriers of `jax.distributed`, in a computation of all devices, and for signals of the first
+process that the folders exist: for 20 minutes or for ever, whatever has happened to the others.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from reshard._orbax_compat import Store, around, future, in_v1, multihost, optio
 from reshard.checkpoint.failures import known_failure
 from reshard.checkpoint.meeting import as_told, meetings, said_of
 
-# Those that may be saving behind the loop.
+# Checkpointers that may be saving in the background.
 _saving: weakref.WeakSet[Any] = weakref.WeakSet()
 _CLIENTS = "orbax.checkpoint._src.futures.signaling_client"
 _Numbers = optional("OperationIdGenerator", "orbax.checkpoint._src.futures.synchronization")
-_MOST_SAVES = 10**9  # between two losses
-_WRITING_S = 10.0  # for the last piece of a save that is broken off
+_MOST_SAVES = 10**9  # between two losses of a rank
+_WRITING_S = 10.0  # for the last piece of an interrupted save
 
 
 def register() -> None:
-    """Patches Orbax; with a release that lacks some of the names, the others wait until Orbax's time limit."""
+    """Patches Orbax. If a release lacks some of the names, the others wait until Orbax's time limit."""
     for kind in (ocp.CheckpointManager, ocp.Checkpointer):
         _is_made_together(kind, "restore")
     for kind in (ocp.CheckpointManager, ocp.Checkpointer, ocp.AsyncCheckpointer):
@@ -65,7 +65,7 @@ def _is_made_together(kind: type, name: str) -> None:
             return {}
         if is_manager:
             return {"the step": f"as {place}"} | ({"the folder": f"as {self.directory}"} if name == "save" else {})
-        return {"the path": f"as {place}"} if name == "save" else {}  # what is read may have other paths elsewhere
+        return {"the path": f"as {place}"} if name == "save" else {}  # restored paths may differ between processes
 
     did = "made a CheckpointManager" if name == "__init__" else f"called Orbax's {name}"
 
@@ -73,7 +73,7 @@ def _is_made_together(kind: type, name: str) -> None:
     def call(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ranks = ranks_of(*args, **kwargs)
         if meetings.call is None and threading.current_thread() is threading.main_thread():
-            joining.compare(did, {}, {}, ranks=ranks)  # with what the others call meanwhile, who do not come here
+            joining.compare(did, {}, {}, ranks=ranks)  # with the calls of other processes that do not come here
         if what != "restore":
             _saving.add(args[0])
         with meetings.together(what, ranks, about(*args, **kwargs)), _named(what):
@@ -81,13 +81,13 @@ def _is_made_together(kind: type, name: str) -> None:
 
 
 def _is_no_loss(record: logging.LogRecord) -> bool:
-    """Whether what Orbax logs is not about a save that the loss of a rank has broken off, which is said elsewhere."""
+    """Returns whether a log record is not about a save that the loss of a rank interrupted (reported elsewhere)."""
     error = record.exc_info and record.exc_info[1]
     return not isinstance(error, RankLostError) and RankLostError.__name__ not in str(error)
 
 
 def _give_up() -> bool:
-    """A save that was not finished when a rank was lost never is: its threads end, and so does its error."""
+    """Ends the threads and errors of saves that the loss of a rank has interrupted; returns whether there were any."""
     was_saving = False
     for saving in list(_saving):
         try:
@@ -101,9 +101,9 @@ def _give_up() -> bool:
 
 
 def _end_writing() -> None:
-    """Returns when no thread of a save writes any more: Orbax joins one after the other, and none after an error.
+    """Waits until no thread of a save writes any more: Orbax joins one after the other, and none after an error.
 
-    A file that came later would lie in the folder of the save that follows.
+    A file written later would lie in the folder of the next save.
     """
     end = time.monotonic() + _WRITING_S
     for thread in threading.enumerate():
@@ -112,10 +112,10 @@ def _end_writing() -> None:
 
 
 def _read_again() -> None:
-    """Which steps there are, the folder says: a process that takes a place knows no others.
+    """Reads again from the folder which steps exist, as a replacement process does; renumbers the saves.
 
-    Saves are numbered alike from here on, and as none before: who takes a place has made none of them. Under the number
-    of a save that was broken off, its signal is still there: others would write before the folder is made anew.
+    From here on all processes number their saves alike, and use no old number: a replacement has made none of those
+    saves. An interrupted save's signal still has its old number: others would write before the folder is made anew.
     """
     if hasattr(_Numbers, "_operation_id_counter"):
         _Numbers._operation_id_counter = itertools.count(joining.epoch() * _MOST_SAVES)
@@ -135,21 +135,21 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _known(error: BaseException) -> BaseException:
-    """The error of a save as the user is to see it, if it names a file and is known."""
+    """Returns the error of a save as the user is to see it, if it names a file and is known."""
     if isinstance(error, OSError) and error.filename is not None and not str(error.strerror).startswith("save:"):
         return known_failure(error, error.filename) or error
     return error
 
 
 def _save_or_end(save: Callable[..., bool], self: ocp.CheckpointManager, *args: object, **kwargs: object) -> bool:
-    """The thread that was to finish a save that failed ends with it; else the next save would raise its error."""
+    """Saves. After a failure, ends the thread that was to finish the save; else the next save would raise its error."""
     before = set(self.all_steps())
     try:
         return save(self, *args, **kwargs)
     except Exception:
         with contextlib.suppress(Exception):
             getattr(self._checkpointer, "wait_until_finished", int)()
-        # The step is neither listed nor being saved.
+        # The failed step is no longer listed, nor marked as being saved.
         with contextlib.suppress(AttributeError):
             self._checkpoints.delete_if(lambda info: info.step not in before)
             self._save_progress_tracker._value = False
@@ -178,7 +178,7 @@ def _end_barriers() -> None:
 
 
 def _end_threads() -> None:
-    """Threads that finish a save when it has returned tell each other, instead of first meeting after an error."""
+    """Makes threads that finish a returned save report errors to each other, instead of first meeting after one."""
     writes = optional("_AsyncManager", "orbax.checkpoint._src.checkpointers.async_checkpointer")
     finishes = optional("_FinalizeThread", "orbax.checkpoint.checkpoint_manager")
     state = optional("MultihostSynchronizedValue", "orbax.checkpoint._src.futures.synchronization")
@@ -189,7 +189,7 @@ def _end_threads() -> None:
 
     @around(state, "set")
     def meet_unless_failed(meet: Any, self: Any, value: Any) -> None:
-        error = sys.exc_info()[1] if meetings.is_behind else None  # a caller may have an error of its own in hand
+        error = sys.exc_info()[1] if meetings.is_behind else None  # a caller may be handling an error of its own
         if error is None:
             meet(self, value)
         else:
@@ -198,7 +198,7 @@ def _end_threads() -> None:
 
 
 def _goes_on_with_call(kind: type, begin: str, run: str, error: str) -> None:
-    """`run` is the thread's function, begun in the call; it leaves its error in an attribute."""
+    """Makes a thread continue the call in which it was begun. `run` is its function; an attribute holds its error."""
     if not (hasattr(kind, begin) and hasattr(kind, run)):  # another release: its threads meet the others after an error
         return
 
@@ -224,13 +224,13 @@ def _end_v1_barriers() -> None:
 
 
 async def _create(create_or_wait: Callable[..., Coroutine], self: Any, base_dir: Any) -> None:
-    """Each process makes the folder of the metadata: who waits for the first one to do it hears of no loss."""
+    """Makes the folder of the metadata in each process: waiting for the first one would hide the loss of a process."""
     base_dir.mkdir(parents=True, exist_ok=True)
     await create_or_wait(self, base_dir)
 
 
 def _end_waiting_for_folders() -> None:
-    """Whoever cannot make a folder says so under the signal for which the threads that write in it wait."""
+    """Reports a folder that cannot be made under the signal that the threads writing into it wait for."""
     clients = [
         optional(name, _CLIENTS) for name in ("JaxDistributedSignalingClient", "ThreadSafeKeyValueSignalingClient")
     ]
@@ -264,7 +264,7 @@ def _found_or_raised(get: Callable[..., str], self: object, key: str, timeout_se
             found = get(self, key, min(1, timeout_secs))
             break
         except (jax.errors.JaxRuntimeError, TimeoutError):
-            joining.check()  # whoever was to say it may be lost
+            joining.check()  # the process that was to send it may be lost
             if time.monotonic() > end:
                 raise
     if found.startswith("{"):
@@ -273,7 +273,7 @@ def _found_or_raised(get: Callable[..., str], self: object, key: str, timeout_se
 
 
 def _let_v1_meet() -> None:
-    """Orbax's v1 has functions for checkpointers, and tasks for threads; the rest is the same."""
+    """Patches Orbax's v1 alike: it has functions instead of checkpointers, and tasks instead of threads."""
     saving, loading, paths, context = map(
         in_v1, ("_src.saving.execution", "_src.loading.loading", "_src.path.async_utils", "_src.context.context")
     )
@@ -291,7 +291,7 @@ def _meeting(context: Any, what: str, plain: Callable[..., Any], *args: Any, **k
 
 
 async def _finish_in_call(finish: Callable[[object], Coroutine], self: object) -> None:
-    """The task that goes on with a save when it has returned."""
+    """Runs the task that continues a save after it has returned."""
     with meetings.behind(meetings.call):
         try:
             await finish(self)

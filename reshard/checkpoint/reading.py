@@ -26,12 +26,12 @@ _INDEX_NBYTES = 100 << 20
 def read_parts(
     checkpoint: Checkpoint, wanted: Sequence[tuple[Leaf, Request]], reads: Reads, in_flight_nbytes: int
 ) -> list[object]:
-    """As `read_requests`, from outside of an event loop, whatever the error is."""
+    """Reads like `read_requests`, from outside an event loop; any error becomes a ReshardError."""
     try:
         return event_loops.run(read_requests(checkpoint, wanted, reads, in_flight_nbytes))
     except ReshardError:
         raise
-    except Exception as error:  # whatever a damaged file makes its reader raise
+    except Exception as error:  # a damaged file may make its reader raise anything
         raise ReshardError(f"the checkpoint at {checkpoint.folder} cannot be read: {stored.said(error)}") from error
 
 
@@ -41,13 +41,13 @@ async def read_requests(
     """Reads parts of stored arrays.
 
     Args:
-        checkpoint: what has them.
-        wanted: requests, each with its leaf. Of a leaf whose dtype is not known, the shape is not known either.
-        reads: counts what is read.
-        in_flight_nbytes: how much is read at a time; None is no limit.
+        checkpoint: the checkpoint that has the arrays.
+        wanted: requests, each with its leaf. If the dtype of a leaf is not known, its shape is not known either.
+        reads: counts the bytes read.
+        in_flight_nbytes: the most bytes that are read at a time; None is no limit.
 
     Returns:
-        What is read for each request; the text of a leaf that is text.
+        The data for each request; for a leaf that is text, the text.
 
     Raises:
         ReshardError: something cannot be read; names the array.
@@ -63,7 +63,7 @@ async def read_requests(
 
 
 def key_dtype(extra: str | None) -> Any:
-    """The dtype of stored typed keys, by what Orbax keeps beside their data; None for other arrays."""
+    """Returns the dtype of stored typed keys, from Orbax's entry for their data; None for other arrays."""
     impl = json.loads(extra).get(RANDOM_KEY_IMPL) if extra else None
     try:
         return None if impl is None else jax.random.key_dtype(impl)
@@ -75,9 +75,9 @@ class _Reader:
     """Reads the parts of stored arrays that this process's devices want.
 
     Args:
-        checkpoint: what has the arrays.
+        checkpoint: the checkpoint that has the arrays.
         sums: the checksums of their boxes.
-        reads: counts what is read.
+        reads: counts the bytes read.
         limit: bounds the bytes of reads in flight.
     """
 
@@ -86,7 +86,7 @@ class _Reader:
         self._context = stored.reading_context(0, _INDEX_NBYTES)
 
     async def read(self, leaf: Leaf, requests: Sequence[Request]) -> list[object]:
-        """The parts of one leaf. An array of which this process wants nothing is not opened."""
+        """Reads the parts of one leaf. An array of which this process wants nothing is not opened."""
         if not leaf.is_array:
             return [self._checkpoint.text(leaf.path)] * len(requests)
         keys, array, shape, dtype = key_dtype(leaf.extra), None, leaf.shape, leaf.dtype
@@ -102,7 +102,7 @@ class _Reader:
         return await stored.open_array(self._checkpoint, leaf.path, self._context, self._reads)
 
     async def _fill(self, targets: Sequence[LocalRequest], array: StoredArray, name: str) -> None:
-        """Reads what targets want of an array, each chunk once, and checks what has checksums."""
+        """Reads the boxes of an array that the targets want, each chunk once, and checks boxes that have checksums."""
         for target in targets:
             target.check(array.shape, array.dtype)
         where, sums = self._checkpoint.folder / name, self._sums.get(name, ())
@@ -120,7 +120,7 @@ class _Reader:
 
         boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
         most = (self._limit.nbytes or IN_FLIGHT_NBYTES) // array.dtype.itemsize
-        # Rounded out to boxes that have checksums, except where that would be too much.
+        # Reads are rounded out to whole boxes with checksums, except where that would be too much.
         rounded = [(checksums.rounded_out(box, sums), box, wanted) for box, wanted in plan_reads(boxes, array.chunk)]
         reads = [(more if more.size <= most else box, wanted) for more, box, wanted in rounded]
         self._reads.expect(sum(box.nbytes(array.dtype.itemsize) for box, _ in reads))
@@ -131,7 +131,7 @@ class _Reader:
 
 
 async def _read_box(array: StoredArray, box: Box, where: File) -> np.ndarray:
-    """A box of a stored array; zeros where the array ends before the box does."""
+    """Reads a box of a stored array; zeros where the array ends before the box does."""
     there = box & Box.whole(array.shape)
     try:
         if there == box:
@@ -140,9 +140,9 @@ async def _read_box(array: StoredArray, box: Box, where: File) -> np.ndarray:
         if there.size:
             data[there.relative_to(box).slices] = await array.read(there)
         return data
-    except ReshardError:  # it is read, and does not fit what it is to be cast to
+    except ReshardError:  # the read succeeded, but the values do not fit the target dtype
         raise
-    except Exception as error:  # whatever a damaged file makes the storage raise
+    except Exception as error:  # a damaged file may make the storage raise anything
         raise ReshardError(
             f"{where}: the checkpoint is damaged, {index_text(box.slices)} of this array cannot be read: "
             f"{stored.said(error)}"

@@ -1,4 +1,4 @@
-"""Descriptions of arrays that are asked for, and how parts of stored arrays become them. No file is touched here."""
+"""Descriptions of requested arrays, and how parts of stored arrays are put together into them. Touches no file."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,19 +25,19 @@ Index = tuple[int | slice, ...]
 
 
 def abstract(tree: PyTree, shardings: PyTree = None) -> PyTree:
-    """The tree of descriptions that says what a checkpoint is to be restored into.
+    """Returns the tree of descriptions into which a checkpoint is to be restored.
 
     It is what Orbax's own `StandardRestore(...)` and `checkpoint_utils.construct_restore_args(...)` take.
 
     Args:
         tree: arrays of any kind, or descriptions of them (`jax.eval_shape(init, key)`).
-        shardings: `MpmdSharding`s or JAX shardings, the same tree or a prefix of it; None takes those of the leaves.
+        shardings: `MpmdSharding`s or JAX shardings, the same tree or a prefix of it; None takes the leaves' own.
 
     Returns:
-        The same tree of `jax.ShapeDtypeStruct`, each with its sharding; leaves that are no arrays as they are.
+        The same tree of `jax.ShapeDtypeStruct`, each with its sharding; leaves that are not arrays stay as they are.
 
     Raises:
-        ReshardError: `shardings` is no prefix of the tree.
+        ReshardError: `shardings` is not a prefix of the tree.
     """
     leaves, treedef = jax.tree.flatten(tree)
     places = [None] * len(leaves) if shardings is None else broadcast(shardings, tree, "shardings")
@@ -55,7 +55,7 @@ def _describe(leaf: Any, sharding: object) -> Any:
 
 
 def in_storage(box: Box, index: Index) -> Box:
-    """A box of a part as a box of the whole array: `part = whole[index]`."""
+    """Maps a box of a part to the box of the whole array: `part = whole[index]`."""
     start, stop = list(box.start), list(box.stop)
     for axis, entry in enumerate(index):
         if isinstance(entry, slice):
@@ -68,7 +68,7 @@ def in_storage(box: Box, index: Index) -> Box:
 
 
 def index_text(index: Index) -> str:
-    """`[3, 0:8]`, for messages."""
+    """Returns an index as text for messages: `[3, 0:8]`."""
     ends = [
         ("" if e is None else str(e) for e in (i.start, i.stop)) if isinstance(i, slice) else (str(i),) for i in index
     ]
@@ -76,7 +76,7 @@ def index_text(index: Index) -> str:
 
 
 def _rank(dtype: DTypeLike) -> int:
-    """Numbers of one kind, or of a lower one, can be cast to this dtype."""
+    """Returns the rank of a dtype's kind. Numbers of the same or a lower rank can be cast to the dtype."""
     kinds = np.bool_, np.integer, np.floating, np.complexfloating
     return next((i for i, kind in enumerate(kinds) if jax.dtypes.issubdtype(dtype, kind)), 0)
 
@@ -86,14 +86,14 @@ class Request:
     """A stored array, or a part of one, and where it goes.
 
     Attributes:
-        name: what messages call it.
-        shape: of the part; for typed keys without the axes of the key data. None: that of the stored array.
-        dtype: what to cast to; None: as stored.
+        name: its name in messages.
+        shape: the shape of the part; for typed keys without the axes of the key data. None: the stored array's shape.
+        dtype: the dtype to cast to; None: as stored.
         sharding: an `MpmdSharding`, a JAX sharding, or None for a numpy array.
         index: the part of the stored array, ints and slices of its leading axes; () is all of it.
         strict: whether the shapes must agree; otherwise the end is cut off or filled with zeros.
         source: the names of the stored leaf.
-        kind: the Python type that it becomes; None for an array.
+        kind: the Python type of the result; None for an array.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Request:
         return f"{what} at {'/'.join(self.source)}{index_text(self.index)}" if self.index else what
 
     def completed(self, shape: Shape, dtype: DTypeLike | None, key_dtype: DTypeLike | None) -> "Request":
-        """With what it left to the stored array, and with both ends of every slice and no negative number."""
+        """Fills in open fields from the stored array. Every slice then has both ends, and no number is negative."""
         if key_dtype is not None:
             shape, dtype = keys.shape_of_data(shape, key_dtype), key_dtype
         index = [
@@ -126,18 +126,18 @@ class Request:
         )
 
     def value(self, found: Any) -> Any:
-        """The leaf, of what was read for it."""
+        """Returns the leaf, made of the data that was read for it."""
         return found if self.kind in (None, str) else self.kind(found.item())
 
 
 class LocalRequest:
-    """What this process makes for a request: the box of each of its devices, and the shards made so far.
+    """The result of a request in this process: the box of each of its devices, and the shards made so far.
 
-    Boxes count in the data that is stored, which for typed keys has the key data's axes behind those of the array.
+    Boxes count in the stored data; for typed keys, that has the axes of the key data after the axes of the array.
 
     Attributes:
-        boxes: the box that is wanted, by device and array to make (its sharding, and where it begins in what is
-            asked for); groups on the same mesh share their arrays.
+        boxes: the wanted box, by device and by array to make (its sharding, and its start in the request); groups on
+            the same mesh share their arrays.
     """
 
     def __init__(self, request: Request, key_dtype: DTypeLike | None):
@@ -167,7 +167,7 @@ class LocalRequest:
         self._made: dict[Any, Any] = {}
 
     def check(self, stored: Sequence[int], dtype: DTypeLike) -> None:
-        """Raises a ReshardError if what is stored has another shape, or a cast would lose what it is."""
+        """Raises a ReshardError if the stored array has another shape, or a cast would lose more than digits."""
         index, stored = self.request.index, tuple(stored)
         whole = in_storage(Box.whole(self.shape), index)
         fits = len(whole.stop) == len(stored)
@@ -185,7 +185,7 @@ class LocalRequest:
             )
 
     def put(self, box: Box, wanted: Sequence[Box], data: np.ndarray) -> None:
-        """Brings what has been read to the devices that want it."""
+        """Brings the data that has been read to the devices that want it."""
         for key, part in self.boxes.items():
             place = in_storage(part, self.request.index)
             if place not in wanted:
@@ -193,7 +193,7 @@ class LocalRequest:
             view = data[place.relative_to(box).slices].reshape(part.shape)
             if self.dtype is not None and view.dtype != self.dtype:
                 view = view.astype(self.dtype)
-            is_all = view.size == data.size  # else it would keep in memory what it is cut from
+            is_all = view.size == data.size  # otherwise it would keep the whole array in memory
             if key is None:
                 self._made[key] = view if is_all else view.copy()
             else:
@@ -202,7 +202,7 @@ class LocalRequest:
                 self._made[key] = jax.device_put(view, there, may_alias=None if is_all else False)
 
     def finish(self) -> jax.Array | np.ndarray:
-        """The array, made of what was put; in a process that wants nothing of it, its description."""
+        """Returns the array, made of the data that was put; in a process that wants nothing of it, its description."""
         if self.sharding is None:
             data = self._made[None] if self._made else np.zeros(self.shape, self.dtype)
             return data if self.key_dtype is None else keys.from_data(jax.numpy.asarray(data), self.key_dtype)

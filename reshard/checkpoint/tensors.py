@@ -36,10 +36,10 @@ Value = jax.Array | np.ndarray | str | bytes
 
 
 def as_wanted(checkpoint: Checkpoint, mapping: str | File | Mapping | None, requests: Sequence[Request]) -> Checkpoint:
-    """The checkpoint through a mapping. Entries that `mapping` stacks stay apart where the wanted tree has them so.
+    """Returns the checkpoint seen through a mapping. Entries that `mapping` stacks stay apart if the tree has them so.
 
-    Of a Hugging Face folder floating-point arrays are cast to what is wanted; without a mapping its tensors are also
-    found under their names in one piece.
+    Floating-point arrays of a Hugging Face folder are cast to the wanted dtypes. Without a mapping, its tensors are
+    also found under their undivided names.
     """
     if mapping is None and not isinstance(checkpoint, TensorFolder):
         return checkpoint
@@ -56,7 +56,7 @@ def as_wanted(checkpoint: Checkpoint, mapping: str | File | Mapping | None, requ
 
 
 def _is_apart(node: str, wanted: Iterable[tuple[str, ...]]) -> bool:
-    """Whether a wanted tree has numbered entries below a node; nodes above it may be stacked there."""
+    """Returns whether a wanted tree has numbered entries below a node; nodes above it may be stacked there."""
     patterns = [compiled(node), compiled(node.replace("/*", ""))]
     for source in wanted:
         for depth, name in enumerate(source):
@@ -79,12 +79,12 @@ class TensorFormat:
     """How `save` writes a Hugging Face folder.
 
     Args:
-        mapping: which array becomes which tensor: the name of a mapping that comes along (`"llama"`), a file, or
-            "auto" for what the config.json of `files_of` says. None: an array `a/b/c` becomes the tensor `a.b.c`.
-        files_of: a folder whose other files (config.json, the tokenizer) are copied. Tensors are divided among files as
-            there, if it has the same.
-        dtype: what floating-point arrays are cast to, such as `"bfloat16"`; None: as they are.
-        file_size: how large a file may be.
+        mapping: which array becomes which tensor: the name of a built-in mapping (`"llama"`), a file, or "auto" to
+            choose by the config.json of `files_of`. None: an array `a/b/c` becomes the tensor `a.b.c`.
+        files_of: a folder to copy other files from (config.json, the tokenizer). If it has the same tensors, they are
+            divided among files as there.
+        dtype: the dtype that floating-point arrays are cast to, such as `"bfloat16"`; None: as they are.
+        file_size: the largest size of a file.
     """
 
     mapping: str | File | Mapping | None = None
@@ -97,7 +97,7 @@ def save_tensors(working: Working, tree: PyTree, how: TensorFormat, timeout_s: i
     """Writes the folder; every process calls it. When it returns, the folder is complete but not yet in place.
 
     Args:
-        written: gets the bytes of each box of `tree` that is in its file.
+        written: gets the number of bytes of each box of `tree` once it is in its file.
     """
     beside = None if how.files_of is None else File(how.files_of).expanduser().absolute()
     if beside is not None and not beside.is_dir():
@@ -149,7 +149,7 @@ def _write(
 
 
 def _tensors_of(entries: list[Entry]) -> dict[Path, Entry]:
-    """For each array, as an entry, what it takes from the tensors: the origins of the tensors the other way round."""
+    """Returns each array as an entry that is made of tensors: inverts the origins of the tensors."""
     origins: dict[Path, list[Origin]] = {}
     leaves: dict[Path, Leaf] = {}
     for entry in entries:
@@ -170,7 +170,7 @@ def _write_box(writer: TensorWriter, array: Entry, box: Box, data: np.ndarray) -
 
 
 def _owned(array: Any) -> Iterator[tuple[Box, np.ndarray]]:
-    """The boxes of an array that this process writes, and their values."""
+    """Yields the boxes of an array that this process writes, and their values."""
     if isinstance(array, MpmdArray):
         plan = plan_writing((WrittenLeaf(tuple(array.shape), array.dtype.itemsize, array.mpmd_sharding),))[0]
         for copy in start_copies(array, plan):

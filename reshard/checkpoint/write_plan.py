@@ -28,7 +28,7 @@ LARGEST_CHUNK_NBYTES = 8 << 20
 
 @dataclasses.dataclass(frozen=True)
 class WrittenLeaf:
-    """What the plan needs to know of an array. `max_chunk_nbytes` is the user's bound, None for ours."""
+    """The properties of an array that the plan needs. `max_chunk_nbytes` is the user's bound, None for ours."""
 
     shape: Shape
     itemsize: int
@@ -45,12 +45,12 @@ class Writing:
 
 
 def chunk_shape(cell: Shape, itemsize: int, max_nbytes: int | None = None) -> Shape:
-    """The chunks for an array whose shards are made of cells of this shape: an even part of the cell on each axis.
+    """Returns the chunks of an array with shards made of cells of this shape: an even part of the cell on each axis.
 
-    Arrays of three or more axes are taken for stacks along axis 0, one chunk a layer, or as many layers as make
-    `SMALLEST_CHUNK_NBYTES`. What is larger than `LARGEST_CHUNK_NBYTES` is cut along the leading axes where that
-    leaves chunks of a useful size: a vocabulary of prime size is cut along the model's width. `max_nbytes` is a bound
-    that is kept wherever even parts allow.
+    Arrays of three or more axes are treated as stacks along axis 0: one chunk a layer, or as many layers as make
+    `SMALLEST_CHUNK_NBYTES`. Chunks larger than `LARGEST_CHUNK_NBYTES` are cut along the leading axes where that leaves
+    chunks of a useful size: a vocabulary of prime size is cut along the model's width. `max_nbytes` is a bound that
+    holds wherever even parts allow it.
     """
     chunk = list(cell)
 
@@ -78,7 +78,7 @@ def chunk_shape(cell: Shape, itemsize: int, max_nbytes: int | None = None) -> Sh
 
 @functools.lru_cache(maxsize=16)
 def plan_writing(leaves: tuple[WrittenLeaf, ...]) -> tuple[Writing, ...]:
-    """Decides for all arrays of a tree at once; a tree that is saved again costs nothing."""
+    """Plans the writing of all arrays of a tree at once; saving the same tree again costs nothing."""
     load: dict[int, int] = {}
     return tuple([_plan_leaf(leaf, load) for leaf in leaves])
 
@@ -119,7 +119,7 @@ def _share(
 
 
 def _even_load(loads: Sequence[int], nbytes: int) -> int:
-    """How high all loads (ascending) stand when `nbytes` are poured onto the lowest."""
+    """Returns the level that the lowest of the loads (ascending) reach when `nbytes` are poured onto them."""
     even = 0
     for n, load in enumerate(loads, 1):
         even = (sum(loads[:n]) + nbytes) // n
@@ -130,7 +130,7 @@ def _even_load(loads: Sequence[int], nbytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class HostCopy:
-    """A box that this process writes, and a single-device array on its way to the host that holds it."""
+    """A box that this process writes, and the single-device array, on its way to the host, that holds it."""
 
     box: Box
     held: Box
@@ -138,10 +138,10 @@ class HostCopy:
 
 
 def start_copies(array: MpmdArray, plan: Writing) -> list[HostCopy]:
-    """Starts copying to the host what this process writes; nothing is waited for.
+    """Starts copying to the host the boxes that this process writes; waits for nothing.
 
-    Where several devices have a box, the one that has given least so far gives it. On a CPU device nothing is
-    copied: the array's memory is read, and stays as it is until that has been done, even if it is donated.
+    If several devices have a box, the one that has sent least so far sends it. On a CPU device nothing is copied: the
+    array's memory is read directly, and stays as it is until then, even if the array is donated.
     """
     shards = [(Box.from_slices(shard.index, array.shape), shard) for shard in array.addressable_shards]
     given = [0] * len(shards)
