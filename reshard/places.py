@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 
 class _NoClient:
-    """The runtime of devices that do not exist: no process is this one."""
+    """The runtime of devices that do not exist: this process is none of its processes."""
 
     def process_index(self) -> int:
         return -1
@@ -31,7 +31,7 @@ _NO_CLIENT = _NoClient()
 
 @dataclasses.dataclass(frozen=True)
 class DescribedDevice:
-    """A device that is planned with and never touched."""
+    """A device that is used in plans and never touched."""
 
     id: int
     process_index: int
@@ -55,7 +55,7 @@ def describe_mesh(
     first_device: int = 0,
     axis_types: tuple[AxisType, ...] | None = None,
 ) -> Mesh:
-    """A mesh of devices that need not exist, to plan with.
+    """Returns a mesh of devices that need not exist, to plan with.
 
     Args:
         axes: name and size of each mesh axis, outermost first; devices are numbered in row-major order.
@@ -65,7 +65,7 @@ def describe_mesh(
         axis_types: as in `jax.make_mesh`.
 
     Raises:
-        ValueError: the size of an axis is no positive integer.
+        ValueError: the size of an axis is not a positive integer.
 
     Examples:
         >>> mesh = describe_mesh({"stage": 8, "data": 128})
@@ -81,7 +81,7 @@ def describe_mesh(
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-    """The memory of one process's host as a place that holds numpy arrays whole. Stands where a sharding stands."""
+    """The memory of one process's host as a place that holds numpy arrays whole. Used like a sharding."""
 
     process_index: int = 0
 
@@ -95,7 +95,7 @@ class HostMemory:
 
 @dataclasses.dataclass(frozen=True)
 class EveryHost:
-    """The memory of every process's host: where host arrays are that all processes were given alike."""
+    """The memory of every process's host: the place of host arrays that all processes were given alike."""
 
     num_processes: int
 
@@ -103,25 +103,25 @@ class EveryHost:
         return f"EveryHost({counted(self.num_processes, 'process')})"
 
 
-# Where arrays are as a whole, and where one shard is: a device, that of a `DescribedDevice` too.
+# The place of a whole array, and of one shard: a device, also a `DescribedDevice`.
 Placement = jax.sharding.Sharding | HostMemory | EveryHost
 Place = Device | HostMemory
 
 
 def host_of(device: Place) -> Hashable:
-    """The host of a device. JAX does not tell hosts apart, so each process counts as a host of its own unless said."""
+    """Returns the host of a device. JAX does not tell hosts apart, so each process is its own host unless specified."""
     return getattr(device, "host", ("process", device.process_index))
 
 
 def is_local(device: Place) -> bool:
-    """Whether this process can touch the device's memory."""
+    """Returns whether this process can touch the device's memory."""
     if isinstance(device, HostMemory):
         return device.process_index == jax.process_index()
     return device.process_index == device.client.process_index()
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that a CPU device can take over without a copy."""
+    """Returns an uninitialised array that a CPU device can take over without a copy."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
@@ -129,5 +129,5 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def bytes_of(array: np.ndarray) -> np.ndarray:
-    """The bytes of an array in C order, in its own memory where it is contiguous."""
+    """Returns the bytes of an array in C order, in the array's own memory if it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

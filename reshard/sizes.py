@@ -14,14 +14,14 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def nbytes_of(text: str | int) -> int:
-    """A number of bytes as people write it.
+    """Converts a number of bytes as people write it.
 
     Examples:
         >>> nbytes_of("64MiB"), nbytes_of("1.5kB"), nbytes_of(7)
         (67108864, 1500, 7)
 
     Raises:
-        ValueError: it is no number with a unit.
+        ValueError: the text is not a number with a unit.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     unit = (match[2][:1].upper() + match[2][1:]) if match else None
@@ -38,10 +38,10 @@ def threshold_nbytes(threshold: int | str) -> int: ...
 @overload
 def threshold_nbytes(threshold: int | str | None) -> int | None: ...
 def threshold_nbytes(threshold: int | str | None) -> int | None:
-    """A `threshold` argument in bytes: a number, or text such as `"64MiB"`; None and 0 stay what they are.
+    """Converts a `threshold` argument to bytes: a number, or text such as `"64MiB"`; None and 0 stay as they are.
 
     Raises:
-        ReshardError: it is no amount of memory.
+        ReshardError: it is not an amount of memory.
     """
     if threshold is None:
         return None

@@ -15,23 +15,23 @@ from scheduler.base.texts import counted
 
 
 def is_sharding(x: object) -> bool:
-    """Whether it says where an array is: JAX's shardings, those of groups, and the memory of hosts."""
+    """Returns whether a value says where an array is: JAX's shardings, those of groups, and the memory of hosts."""
     return isinstance(x, (MpmdSharding, jax.sharding.Sharding, HostMemory, EveryHost))
 
 
 def sharding_of(leaf: Any) -> Any:
-    """Where an array is; None if it says nothing."""
+    """Returns the sharding of an array; None if it has none."""
     return leaf.mpmd_sharding if isinstance(leaf, MpmdArray) else getattr(leaf, "sharding", None)
 
 
 def flatten(tree: PyTree) -> tuple[list[str], list[Any], TreeDef]:
-    """The names of all leaves, as one writes them after the tree's own name, the leaves, and the structure."""
+    """Returns the names of all leaves as they are written after the tree's own name, the leaves, and the structure."""
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return [jax.tree_util.keystr(path) for path, _ in with_paths], [leaf for _, leaf in with_paths], treedef
 
 
 def broadcast(shardings: PyTree, tree: PyTree, name: str, is_leaf: Callable[[object], bool] = is_sharding) -> list[Any]:
-    """One sharding for each leaf of `tree`, from a tree of shardings (or what `is_leaf` says) that may end early.
+    """Returns a sharding for each leaf of `tree`, from a prefix of it with shardings (or values that pass `is_leaf`).
 
     Raises:
         ReshardError: the structures differ.
@@ -44,7 +44,7 @@ def broadcast(shardings: PyTree, tree: PyTree, name: str, is_leaf: Callable[[obj
 
 
 def fault_of_sharding(sharding: Any, shape: tuple[int, ...]) -> str | None:
-    """Why an array of this shape cannot lie under this sharding; None if it can."""
+    """Returns why an array of this shape cannot lie under this sharding; None if it can."""
     if isinstance(sharding, (HostMemory, EveryHost)):
         return None
     if not is_sharding(sharding):

@@ -1,8 +1,8 @@
 """Makes one checkpoint out of another, Orbax's or a Hugging Face folder, and never leaves half a target.
 
-First the new tree is planned from metadata alone (`tree_edits.py`), then the memory (`copying.py`); both are refused
-before a byte is written if they cannot be. The target is written beside its place, read again if asked, and moved
-there by one rename.
+First the new tree is planned from metadata alone (`tree_edits.py`), then the memory (`copying.py`); a plan that
+cannot work is refused before a byte is written. The target is written next to its place, read again if asked, and
+moved there by one rename.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _MOST_CHUNKS = 1 << 22
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What a conversion would do: `tree` is what the target will hold. Prints itself."""
+    """A planned conversion: `tree` describes the content of the target. Prints itself."""
 
     tree: Edited
     target: File
@@ -99,12 +99,12 @@ def plan_conversion(
     """Plans without reading or writing an array.
 
     Args:
-        source: what `reshard.stored.find` takes, with `step` and `item`.
+        source: a folder for `reshard.stored.find`, with `step` and `item`.
         target: the folder to make; it must not exist.
         changes: from `reshard.edits`, in order.
-        dtypes: pattern (None: everything) and dtype, for floating-point arrays; the last that matches counts.
-        chunks: pattern and sizes; other arrays keep their chunks, a stack has one layer a chunk, and what is larger
-            than 64 MiB is cut.
+        dtypes: pairs of pattern (None: everything) and dtype, for floating-point arrays; the last match counts.
+        chunks: pairs of pattern and sizes; other arrays keep their chunks, a stack has one layer a chunk, and chunks
+            larger than 64 MiB are cut.
         threshold: bytes of memory for array data; None takes as much as needed to read each chunk once.
         zarr3: whether to write zarr version 3.
         tensors: makes a Hugging Face folder instead of an Orbax checkpoint.
@@ -149,7 +149,7 @@ def plan_conversion(
 
 
 def _check_size(leaves: Iterable[Leaf]) -> None:
-    """What no machine can read is refused before memory is asked for; a damaged header says such sizes."""
+    """Refuses arrays that no machine can read, before memory is asked for; a damaged header may have such sizes."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     num_chunks = 0
     for leaf in leaves:
@@ -189,18 +189,18 @@ def convert(
     progress: Callable[[CopyProgress], None] = lambda progress: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> CopyStats:
-    """Carries out a plan; returns what the copying took, without the reading for `verify`.
+    """Carries out a plan; returns the statistics of the copying, without the reads of `verify`.
 
     Args:
         conversion: from `plan_conversion`.
         verify: whether to check the source against the checksums that this library leaves, and to read source and
             target again and compare them before the target is put in place.
         progress: called before each batch of chunks.
-        should_stop: asked before each batch.
+        should_stop: called before each batch; True stops the work.
 
     Raises:
-        ReshardError: something could not be read or written, or is not what it should be. There is no target then.
-        copying.Stopped: `should_stop` said so. There is no target then.
+        ReshardError: something could not be read or written, or has wrong values. There is no target then.
+        copying.Stopped: `should_stop` returned True. There is no target then.
     """
     working = UnfinishedFolder(conversion.target, f"{_WORKING}{os.getpid()}-{uuid.uuid4().hex[:8]}")
     copier = Copier(conversion.tree.stored, conversion.copy, progress, should_stop)
@@ -269,7 +269,7 @@ def _verify(conversion: Conversion, folder: File, copier: Copier) -> None:
 
 @contextlib.contextmanager
 def _write_errors(conversion: Conversion) -> Iterator[None]:
-    """What Orbax and tensorstore raise when writing fails, as an error that says what to do."""
+    """Turns errors of Orbax and tensorstore in writing into an error that says what to do."""
     try:
         yield
     except (ReshardError, copying.Stopped):

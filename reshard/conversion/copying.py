@@ -1,9 +1,9 @@
 """Copies stored arrays into others chunk by chunk, within a bound of memory that holds whatever the array sizes.
 
-A target chunk is put together in memory from the parts of source chunks that it takes, and written whole. A batch of
-such chunks is one commit. All memory is drawn from one budget: what a batch, its encoded form and the copies that
-tensorstore makes of it take (`_WRITING` bytes a byte), what reading takes (a chunk encoded, decoded, the part
-cut out of it, and what checking a cast takes), and decoded source chunks that are kept for the next target chunks.
+A target chunk is put together in memory from parts of source chunks, and written whole. A batch of such chunks is
+one commit. One budget covers all memory: for writing, a batch, its encoded form and tensorstore's copies of it
+(`_WRITING` bytes a byte); for reading, a chunk encoded and decoded, the part cut out of it, and the check of a cast;
+and decoded source chunks that are kept for the next target chunks.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from scheduler.base.texts import bar, human
 
 _WRITING = 4
 _READING = 4
-# What is worth having: larger batches and chunks make nothing faster.
+# Larger batches and chunks make nothing faster.
 _LARGEST_BATCH = 256 << 20
 _LARGEST_CHUNK = 64 << 20
 _LARGEST_CACHE = 1 << 30
@@ -45,7 +45,7 @@ class Stopped(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class CopyPlan:
-    """How the memory is divided; `threshold` is all of it."""
+    """The division of the memory; `threshold` is all of it."""
 
     threshold: int
     cache_nbytes: int
@@ -54,7 +54,7 @@ class CopyPlan:
     chunks: tuple[TargetChunk, ...]
 
     def batches(self) -> Iterator[list[TargetChunk]]:
-        """The chunks that are written in one commit."""
+        """Yields the chunks of each commit."""
         batch: list[TargetChunk] = []
         left = self.batch_nbytes
         for chunk in self.chunks:
@@ -70,7 +70,7 @@ class CopyPlan:
 
 @dataclasses.dataclass
 class CopyStats:
-    """What a copy did; `peak_nbytes` is the most of its budget that it had taken at once."""
+    """Statistics of a copy; `peak_nbytes` is the most of its budget that was taken at once."""
 
     bytes_read: int = 0
     bytes_written: int = 0
@@ -78,7 +78,7 @@ class CopyStats:
 
 
 def with_writable_chunks(entries: Sequence[Entry], threshold: int | None, keep: Callable[[Entry], bool]) -> list[Entry]:
-    """Cuts the chunks that nobody asked for (`keep` is false) to 64 MiB, or to what is written within a threshold."""
+    """Cuts the chunks that nobody asked for (`keep` is false) to 64 MiB, or to a size that fits the threshold."""
     most = _LARGEST_CHUNK if threshold is None else min(_LARGEST_CHUNK, max(1, threshold // 16))
 
     def cut(entry: Entry) -> Entry:
@@ -98,10 +98,10 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
 
     Args:
         entries: the new tree.
-        threshold: bytes of memory for the copy; None takes what is enough to read each source chunk once.
+        threshold: bytes of memory for the copy; None takes enough to read each source chunk once.
 
     Raises:
-        ReshardError: even one chunk at a time takes more; says which and how much is needed.
+        ReshardError: even one chunk at a time needs more; says which one, and how much it needs.
     """
     chunks = [(e, box) for e in entries if e.is_array for box in Box.whole(e.shape).grid(e.chunk)]
     if not chunks:
@@ -119,7 +119,7 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
     largest_nbytes, most_elements = _nbytes([(largest, box)]), max(box.size for _, box in chunks)
 
     def read_nbytes(leaf: Leaf) -> int:
-        """What has to be read at once; of plain files no more than is written."""
+        """Returns the bytes that must be read at once; for plain files no more than is written."""
         return min(leaf.chunk_nbytes, most_elements * leaf.itemsize) if leaf.files else leaf.chunk_nbytes
 
     widest = max((p.leaf for e in entries if e.is_array for p in e.origins), key=read_nbytes)
@@ -147,7 +147,7 @@ def _nbytes(chunks: Iterable[TargetChunk]) -> int:
 
 
 def _shared_nbytes(chunks: Sequence[TargetChunk]) -> int:
-    """Bytes of the largest set of source chunks that one chunk reads and the next one reads again."""
+    """Returns the bytes of the largest set of source chunks that two consecutive target chunks both read."""
     largest, previous = 0, set[tuple[int, Box]]()
     for entry, target in chunks:
         cells = [(part.leaf, part.leaf.cells(part.source)) for part in entry.parts(target) if not part.leaf.files]
@@ -161,7 +161,7 @@ def _shared_nbytes(chunks: Sequence[TargetChunk]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class CopyProgress:
-    """How far a copy is."""
+    """The progress of a copy."""
 
     doing: str
     bytes_done: int
@@ -188,7 +188,7 @@ class Copier:
     stats: CopyStats = dataclasses.field(default_factory=CopyStats)
 
     async def copy(self, write: Callable[[list[Written]], Awaitable[None]]) -> None:
-        """Hands all data to `write`, in batches: what belongs in which box of which entry."""
+        """Hands all data to `write`, in batches of boxes: each with its entry and its values."""
 
         async def batch(written: list[Written]) -> None:
             await write(written)
@@ -197,10 +197,10 @@ class Copier:
         await self._run("copying", batch)
 
     async def check_source(self) -> None:
-        """Compares the arrays that are copied with the checksums beside them, if this library has left any.
+        """Compares the copied arrays with the checksums of the source, if this library has left any.
 
         Raises:
-            ReshardError: a box is not what was written there; says which.
+            ReshardError: a box does not have the values that were written; says which.
         """
         sums = await checksums.read(self.source.folder)
         leaves = {id(p.leaf): p.leaf for entry, _ in self.plan.chunks for p in entry.origins}.values()
@@ -217,7 +217,7 @@ class Copier:
                 )
 
     async def compare(self, written: Checkpoint) -> None:
-        """Compares what was written, bit by bit, with what it should be.
+        """Compares the written arrays with the expected ones, bit by bit.
 
         Raises:
             ReshardError: they differ; says where.
@@ -249,7 +249,7 @@ class Copier:
         assert self.stats.peak_nbytes <= plan.threshold, "the copy took more memory than it was given"
 
     def _steps(self, doing: str, steps: Sequence[T], nbytes_of: Callable[[T], int]) -> Iterator[T]:
-        """Asks before each step whether to go on, and tells how far it is."""
+        """Asks before each step whether to continue, and reports the progress."""
         start, done, total = time.monotonic(), 0, sum(map(nbytes_of, steps))
         for step in steps:
             if self.should_stop():
@@ -269,7 +269,7 @@ class Copier:
 
 
 def _in_order(box: Box, leaf: Leaf, nbytes: int, axis: int = 0) -> Iterator[Box]:
-    """A box in parts whose bytes follow each other, each of as many chunks as `nbytes` hold."""
+    """Cuts a box into parts of contiguous bytes, each of as many chunks as `nbytes` hold."""
     cost = leaf.cells_nbytes
     if cost(box) <= nbytes or axis == len(leaf.shape):
         yield box

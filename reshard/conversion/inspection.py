@@ -11,7 +11,7 @@ _CHUNKS = "A reader gets whole chunks: a part of an array costs all chunks that 
 
 
 def to_text(checkpoint: Checkpoint) -> str:
-    """The tree as a table, with totals."""
+    """Returns the tree as a table, with totals."""
     arrays = [leaf for leaf in checkpoint.leaves if leaf.is_array]
     in_files = any(leaf.files for leaf in arrays)
     rows = [("path", "dtype", "shape", "bytes", "files" if in_files else "chunks"), *map(_row, checkpoint.leaves)]
@@ -49,7 +49,7 @@ def _row(leaf: Leaf) -> tuple[str, str, str, str, str]:
 
 
 def to_json(checkpoint: Checkpoint) -> dict[str, object]:
-    """The same as a document."""
+    """Returns the tree as a JSON document."""
     return {
         "folder": str(checkpoint.folder),
         "step": checkpoint.step,

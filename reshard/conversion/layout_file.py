@@ -48,7 +48,7 @@ _MOST_SHOWN = 500  # characters of a fault
 
 @dataclasses.dataclass(frozen=True)
 class LayoutRule:
-    """Where the leaves of one pattern go; `groups` None means all of them."""
+    """The destination of the leaves of one pattern; `groups` None means all groups."""
 
     path: str
     groups: tuple[int, ...] | None = None
@@ -87,7 +87,7 @@ def read_layout(file: str | File) -> TargetLayout:
 
 
 def parse_layout(document: object, name: str = "layout") -> TargetLayout:
-    """Makes a layout of what a layout file says.
+    """Makes a layout from the content of a layout file.
 
     Raises:
         ReshardError: lists every fault found.
@@ -195,7 +195,7 @@ def _rule(
 
 
 def _split(value: object, name: str, groups: Sequence[int], axis: int | None, faults: list[str]) -> Split | None:
-    """The ranges of each group, which JSON can only name by text."""
+    """Returns the ranges of each group; JSON can name groups only by text."""
     if not isinstance(value, Mapping) or not all(str(group).isdecimal() for group in value):
         faults.append(f"{name} is {value!r}, but must be {{group: [[start, stop], ...]}}")
         return None

@@ -1,8 +1,8 @@
-"""Writes a tree as an ordinary Orbax checkpoint whose arrays somebody else fills.
+"""Writes a tree as an ordinary Orbax checkpoint; the caller fills its arrays.
 
-Orbax makes the folder, its metadata and the arrays' headers, merges and finishes it as it does for `jax.Array`; in
-between, the open arrays are handed out to be filled bit by bit. Nothing is ever in memory whole. What a conversion
-needs of Orbax's internals is in here.
+Orbax makes the folder, its metadata and the arrays' headers, and merges and finishes it as for `jax.Array`. In
+between, the open arrays are handed out to be filled piece by piece. No array is ever in memory whole. All internals
+of Orbax that a conversion needs are used here.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class Array:
     """A leaf to be filled."""
 
     entry: Entry
-    nbytes = 0  # what Orbax would count as held in memory
+    nbytes = 0  # the bytes that Orbax would count as held in memory
 
 
 # Orbax finds the handler of a leaf by its Python type.
@@ -57,17 +57,17 @@ def write(folder: File, tree: object, fill: Fill, *, zarr3: bool) -> None:
     """Saves a tree of `Array`, text and empty containers.
 
     Args:
-        folder: the checkpoint; it must not exist. While it is written it is beside its place under Orbax's name for
+        folder: the checkpoint; it must not exist. Until it is finished, it is next to its place under Orbax's name for
             unfinished ones.
         tree: dicts and lists; arrays of a type from `ARRAYS`.
-        fill: gets all arrays by the `id` of their entry, open for writing, and fills them.
+        fill: gets all arrays, open for writing, by the `id` of their entry, and fills them.
         zarr3: whether to write zarr version 3 instead of 2; both go into OCDBT.
     """
     kinds = {type(leaf) for leaf in jax.tree.leaves(tree) if isinstance(leaf, Array)}
     opened: dict[int, ts.TensorStore] = {}
 
     async def add(kind: type[Array], arrays: dict[int, ts.TensorStore]) -> None:
-        """When all kinds of arrays have been opened, they are filled together."""
+        """Adds open arrays of one kind; when all kinds have been opened, fills them together."""
         opened.update(arrays)
         kinds.remove(kind)
         if not kinds:
@@ -117,7 +117,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
 
 async def _create(entry: Entry, info: ocp.type_handlers.ParamInfo) -> ts.TensorStore:
     assert entry.dtype is not None
-    # The whole array as one chunk, as Orbax writes what lies on one device; then our chunks in place of that one.
+    # The whole array as one chunk, as Orbax writes arrays on one device; then our chunks replace that one.
     spec = ocp.type_handlers.get_json_tspec_write(
         info, use_ocdbt=True, global_shape=entry.shape, local_shape=entry.shape, dtype=entry.dtype, process_index=0
     )

@@ -1,4 +1,4 @@
-"""Reports what each process of a layout would read of a checkpoint, and why that is more than it needs.
+"""Reports how much each process of a layout would read of a checkpoint, and why that is more than it needs.
 
 Chunks are read whole, so a process reads all chunks that its part touches, each once, however many of its devices
 want them. Index arithmetic alone: neither data nor devices are touched.
@@ -40,7 +40,7 @@ class ProcessReads:
 
 @dataclasses.dataclass
 class LeafReads:
-    """What all processes together read of one leaf; all their parts are made of boxes of the shape `fitting_chunk`."""
+    """The reads of one leaf by all processes together; boxes of the shape `fitting_chunk` make up all their parts."""
 
     leaf: Leaf
     fitting_chunk: tuple[int, ...]
@@ -58,7 +58,7 @@ class LeafReads:
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """What a layout reads of a checkpoint; prints itself."""
+    """The reads of a checkpoint by a layout; prints itself."""
 
     checkpoint: Checkpoint
     layout: TargetLayout
@@ -67,7 +67,7 @@ class ReadPlan:
 
     @property
     def too_large(self) -> list[int]:
-        """The devices whose memory does not suffice for the tree."""
+        """The devices that have too little memory for the tree."""
         limit = self.layout.device_memory
         return [d for p in self.processes for d, n in p.device_bytes.items() if limit is not None and n > limit]
 
@@ -115,7 +115,7 @@ def _bytes(needed: int, read: int) -> tuple[str, str, str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers in ascending order, runs of them shortened.
+    """Writes ascending numbers as text, with runs shortened.
 
     Examples:
         >>> _ranges([0, 1, 2, 5])
@@ -131,7 +131,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def plan_reading(checkpoint: Checkpoint, layout: TargetLayout) -> ReadPlan:
-    """Works out what each process of a layout reads.
+    """Computes the reads of each process of a layout.
 
     Raises:
         ReshardError: a leaf has no rule, or its rule does not fit it; all such leaves are listed.
@@ -171,7 +171,7 @@ def _rule_of(leaf: Leaf, layout: TargetLayout) -> tuple[Leaf, LayoutRule | None,
 def _shares(
     leaf: Leaf, rule: LayoutRule, layer: int | None, num_layers: int, layout: TargetLayout
 ) -> list[tuple[int, Box]]:
-    """The groups, each with a box of the leaf that it holds."""
+    """Returns the groups, each with a box of the leaf that it holds."""
     whole = Box.whole(leaf.shape)
     groups = rule.groups if rule.groups is not None else tuple(range(len(layout.groups)))
     if layer is not None:
@@ -207,7 +207,7 @@ def _ends(num_layers: int, rule: LayoutRule, num_groups: int) -> tuple[int, ...]
 
 
 def _wanted(rule: LayoutRule, shares: Iterable[tuple[int, Box]], layout: TargetLayout) -> Iterator[tuple[Device, Box]]:
-    """Each device and its box."""
+    """Yields each device with each box that it wants."""
     for group, share in shares:
         if not share.size:
             continue
@@ -240,7 +240,7 @@ def _read(leaf: Leaf, wanted: Iterable[tuple[Device, Box]], processes: dict[int,
 
 
 def _fitting_chunk(parts: Iterable[Box], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The largest chunks that every part takes whole."""
+    """Returns the shape of the largest chunks that make up every part exactly."""
     sizes = []
     for axis, n in enumerate(shape):
         borders = {border for part in parts for border in (part.start[axis], part.stop[axis])} - {0, n}

@@ -1,7 +1,7 @@
 """How the axes of an array in a folder become those of ours: `(heads dim) model -> model heads dim`.
 
 The left side is the array in the folder, the right side ours. Axes in parentheses are one axis of the array, the
-outermost first. Both sides name the same axes; one that only one side has is an index (see `pieces`).
+outermost first. Both sides name the same axes; a name on only one side is an index (`along` of a mapping).
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class AxesRule:
-    """Both sides, each with the names that every axis is made of."""
+    """Both sides of a rule: for each axis, the names that it is made of."""
 
     left: Named
     right: Named
@@ -31,7 +31,7 @@ class AxesRule:
         """Reads `(heads dim) model -> model heads dim`.
 
         Raises:
-            ValueError: it is not written so.
+            ValueError: the text does not have this form.
         """
         left, arrow, right = text.partition("->")
         if not arrow:
@@ -47,7 +47,7 @@ class AxesRule:
 
 
 def _side(text: str, whole: str) -> Named:
-    found = re.findall(r"\w+|\([\w\s]*\)|\S", text)  # a pattern of the whole would take exponential time
+    found = re.findall(r"\w+|\([\w\s]*\)|\S", text)  # one pattern for the whole text would take exponential time
     axes = tuple([tuple(axis.strip("()").split()) for axis in found])
     if not all(axis and re.fullmatch(r"[\w\s]+", " ".join(axis)) for axis in axes):
         raise ValueError(f"{whole!r} is not written like '(heads dim) model -> model heads dim'")
@@ -62,7 +62,7 @@ def _names(side: Named) -> set[str]:
 
 
 def sizes_of(side: Named, shape: Shape, known: Mapping[str, int]) -> dict[str, int]:
-    """The size of each name, from the shape of the array; what is `known` divides axes of several names.
+    """Returns the size of each name, from the shape of the array and, for axes of several names, `known` sizes.
 
     Raises:
         ValueError: the array has other axes, or a size is missing or does not fit.
@@ -86,7 +86,7 @@ def sizes_of(side: Named, shape: Shape, known: Mapping[str, int]) -> dict[str, i
 
 
 def shape_of(side: Named, sizes: Mapping[str, int]) -> Shape:
-    """The shape of an array whose axes are made of these names, with the size of each name."""
+    """Returns the shape of an array with axes made of these names, from the size of each name."""
     return tuple([math.prod(sizes[name] for name in axis) for axis in side])
 
 
@@ -94,16 +94,16 @@ def moves(
     leaf: Leaf, source: Named, target: Named, sizes: Mapping[str, int], *, along: str | None = None,
     joined: str | None = None, total: int = 0, first: int = 0,
 ) -> Iterator[Origin]:  # fmt: skip
-    """What one array of several is of the one that they are joined into, or the other way round.
+    """Maps one of several arrays to its boxes in the array that they are joined into, or the other way round.
 
     Args:
         leaf: stands for the array that is read.
-        source, target: its axes, and those of the new array.
-        sizes: of the smaller array; `along` has its part there.
+        source, target: the axes of that array, and of the new one.
+        sizes: the sizes of the smaller array; for `along`, of its part.
         along: the name along which they are joined; None where one array becomes one.
-        joined: which side is the one that has all: "source" or "target".
-        total: the size of `along` in it.
-        first: where the part begins.
+        joined: the side that has the whole: "source" or "target".
+        total: the size of `along` in the whole.
+        first: where the part begins in the whole.
     """
     names = sorted(_names(source) | _names(target))
     ids = {name: i for i, name in enumerate(names)}
@@ -129,5 +129,5 @@ def moves(
 
 
 def offsets(parts: Sequence[int]) -> list[int]:
-    """Where each part begins."""
+    """Returns the start of each part."""
     return [0, *itertools.accumulate(parts)][:-1]

@@ -1,4 +1,4 @@
-"""A checkpoint as changes make it: its leaves are read through what they are made of."""
+"""A checkpoint with changes applied: its leaves are read through the stored leaves that they are made of."""
 
 import asyncio
 import dataclasses
@@ -24,7 +24,7 @@ _SLAB_NBYTES = 2 << 20
 
 
 def edited(checkpoint: Checkpoint, change: Change) -> "Edited":
-    """The checkpoint as a change makes it; its leaves are read through it."""
+    """Returns the checkpoint with a change applied; its leaves are read through the change."""
     entries = []
     for entry in change([Entry.of(leaf) for leaf in checkpoint.leaves]):
         files = {file for origin in entry.origins for file in origin.leaf.files}
@@ -34,10 +34,10 @@ def edited(checkpoint: Checkpoint, change: Change) -> "Edited":
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Edited(Checkpoint):
-    """A checkpoint whose leaves, all of them entries, are made of those of another one.
+    """A checkpoint with entries as its leaves, made of the leaves of another checkpoint.
 
     Attributes:
-        stored: the other one.
+        stored: the other checkpoint.
     """
 
     leaves: tuple[Entry, ...]
@@ -67,12 +67,12 @@ class Edited(Checkpoint):
 
 
 class SourceReader:
-    """The arrays of a checkpoint, such as others are made of; each is opened once.
+    """A reader of the stored arrays that other arrays are made of; it opens each once.
 
     Args:
         checkpoint, context, reads: as for `open_array`.
-        slab_nbytes: of a larger part so much is read at a time, or a chunk.
-        limit: bounds what reading takes at once, `copies` times the bytes of the chunks that are read.
+        slab_nbytes: the bytes of a larger part that are read at a time, or one chunk.
+        limit: bounds the memory of reads in flight: `copies` times the bytes of the chunks that are read.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SourceReader:
         self._opened: dict[Path, StoredArray] = {}
 
     async def read(self, path: Path, box: Box) -> np.ndarray:
-        """A box of an array.
+        """Reads a box of an array.
 
         Raises:
             ReshardError: it cannot be opened or read.
@@ -106,7 +106,7 @@ class SourceReader:
             ) from None
 
     async def copy(self, piece: Origin, view: np.ndarray, name: str) -> None:
-        """Reads what a piece takes of its array into the place where it belongs."""
+        """Reads the part of its array that a piece takes, and writes it to the piece's place."""
         async with self._limit.held(self._copies * piece.leaf.cells_nbytes(piece.source)):
             found = await self.read(piece.leaf.path, piece.source)
             await asyncio.to_thread(copy_cast, piece.arranged(found), view, name)
@@ -114,7 +114,7 @@ class SourceReader:
 
 
 class EditedArray:
-    """An array that is put together from stored ones when a box of it is read."""
+    """An array that is put together from stored ones whenever a box of it is read."""
 
     def __init__(self, entry: Entry, sources: SourceReader):
         assert entry.dtype is not None

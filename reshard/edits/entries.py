@@ -1,7 +1,7 @@
-"""What a new array takes from stored ones: index arithmetic, no data.
+"""Where a new array comes from in stored ones: index arithmetic, no data.
 
-An `Entry` is a leaf of a new tree. Its `Origin`s say which box of which stored array is which box of the new one. The
-axes may be in another order, and one axis of one side may be several of the other, as `(heads dim)` is.
+An `Entry` is a leaf of a new tree. Its `Origin`s map boxes of stored arrays to boxes of the new one. The axes may be
+in another order, and one axis on one side may be several on the other, like `(heads dim)`.
 """
 
 import bisect
@@ -26,14 +26,14 @@ Range = tuple[int, int]
 class Origin:
     """A box of a stored array that is a box of a new one.
 
-    Both have the same elements. They are an array with one axis for each factor, seen in two ways.
+    Both boxes have the same elements: they are two views of an array with one axis for each factor.
 
     Attributes:
         leaf: the stored array.
         source: the box of it.
         target: the box of the new array.
-        factors: sizes.
-        source_axes: for each axis of the stored array, which factors it is made of, outermost first.
+        factors: the size of each factor.
+        source_axes: for each axis of the stored array, the factors that it is made of, outermost first.
         target_axes: the same for the new array.
     """
 
@@ -46,7 +46,7 @@ class Origin:
 
     @classmethod
     def whole(cls, leaf: Leaf) -> "Origin":
-        """The array as it is."""
+        """Returns the origin of an unchanged array."""
         axes = tuple([(axis,) for axis in range(len(leaf.shape))])
         return cls(leaf, Box.whole(leaf.shape), Box.whole(leaf.shape), leaf.shape, axes, axes)
 
@@ -56,11 +56,11 @@ class Origin:
         return self.source == Box.whole(self.leaf.shape) and self.source_axes == self.target_axes
 
     def within(self, box: Box) -> Iterator["Origin"]:
-        """The part that is in a box of the new array, as origins."""
+        """Yields the part that is in a box of the new array, as origins."""
         return self._cut(self.target, self.target_axes, box)
 
     def taking(self, box: Box) -> Iterator["Origin"]:
-        """The part that takes from a box of the stored array, as origins."""
+        """Yields the part that takes from a box of the stored array, as origins."""
         return self._cut(self.source, self.source_axes, box)
 
     def _cut(self, whole: Box, axes: Axes, box: Box) -> Iterator["Origin"]:
@@ -80,7 +80,7 @@ class Origin:
             yield from self.with_ranges(dict(ranges))
 
     def with_ranges(self, ranges: Mapping[int, Range]) -> Iterator["Origin"]:
-        """The part where some factors have only these indices, as origins: both sides of each are boxes."""
+        """Yields the part where some factors have only these indices, as origins: both sides of each are boxes."""
         full = {f: ranges.get(f, (0, n)) for f, n in enumerate(self.factors)}
         for factors in (*self.source_axes, *self.target_axes):
             if (odd := self._between(factors, full)) is not None:
@@ -93,7 +93,7 @@ class Origin:
         yield dataclasses.replace(self, source=source, target=target, factors=sizes)
 
     def _between(self, factors: Sequence[int], ranges: Mapping[int, Range]) -> int | None:
-        """The factor of an axis that keeps these ranges from being one range of the axis; None if they are one."""
+        """Returns the factor of an axis that keeps these ranges from being one range of it; None if they are one."""
         outer = next((k for k, f in enumerate(factors) if ranges[f][1] - ranges[f][0] > 1), None)
         if outer is None or all(ranges[f] == (0, self.factors[f]) for f in factors[outer + 1 :]):
             return None
@@ -111,20 +111,20 @@ class Origin:
         return Box(tuple(start), tuple(stop))
 
     def arranged(self, data: np.ndarray) -> np.ndarray:
-        """What the stored array has in `source`, as the new one has it in `target`."""
+        """Rearranges the elements of `source` into the order and shape of `target`."""
         given = [f for factors in self.source_axes for f in factors]
         wanted = [f for factors in self.target_axes for f in factors]
         order = [given.index(f) for f in wanted if f in given]
-        order += [i for i, f in enumerate(given) if f not in wanted]  # of size 1, as is what is wanted but not given
+        order += [i for i, f in enumerate(given) if f not in wanted]  # of size 1, like wanted ones that are not given
         return data.reshape([self.factors[f] for f in given]).transpose(order).reshape(self.target.shape)
 
     def as_layer(self, index: int) -> "Origin":
-        """The same in a stack, as the layer of this index."""
+        """Returns this origin in a stack, as the layer of this index."""
         target = Box((index, *self.target.start), (index + 1, *self.target.stop))
         return dataclasses.replace(self, target=target, target_axes=((), *self.target_axes))
 
     def of_layer(self) -> "Origin":
-        """The same in a layer of the stack, of which the target has one."""
+        """Returns this origin within a layer, for a target that is one layer of the stack."""
         gone = set(self.target_axes[0])
         return dataclasses.replace(
             self,
@@ -135,7 +135,7 @@ class Origin:
 
     @property
     def inverse(self) -> "Origin":
-        """The same with its sides exchanged; `leaf` says nothing then."""
+        """This origin with its sides exchanged; `leaf` has no meaning then."""
         return dataclasses.replace(
             self,
             source=self.target,
@@ -145,10 +145,10 @@ class Origin:
         )
 
     def then(self, second: "Origin") -> Iterator["Origin"]:
-        """What this and a second one are together: this one's target is what the second one takes from.
+        """Composes this origin with a second one, which takes from this one's target.
 
         Raises:
-            ValueError: an axis between them is made of other factors on either side.
+            ValueError: an axis between them is made of different factors on the two sides.
         """
         for after in second.taking(self.target):
             for before in self.within(after.source):
@@ -158,7 +158,7 @@ class Origin:
                     yield from before.then(after)
 
     def _joined(self, second: "Origin") -> "Origin":
-        """The same for two that meet in one box."""
+        """Composes two origins that meet in one box."""
         sizes: list[int] = []
         first_parts: dict[int, tuple[int, ...]] = {}
         second_parts: dict[int, tuple[int, ...]] = {}
@@ -175,7 +175,7 @@ class Origin:
                         parts[f] += (next(numbers),)
             sizes += common
         for factors, parts in ((self.factors, first_parts), (second.factors, second_parts)):
-            for f, n in enumerate(factors):  # what only one side has is of size 1
+            for f, n in enumerate(factors):  # a factor that only one side has is of size 1
                 if f not in parts:
                     parts[f] = (len(sizes),)
                     sizes.append(n)
@@ -193,7 +193,7 @@ class Origin:
         )
 
     def __str__(self) -> str:
-        """The path of the stored array and, of a part, its indices: `params/w[3]`."""
+        """Returns the path of the stored array and, for a part, its indices: `params/w[3]`."""
         indices = []
         for axis, (start, stop) in enumerate(zip(self.source.start, self.source.stop, strict=True)):
             whole = (start, stop) == (0, self.leaf.shape[axis]) and self.source_axes[axis]
@@ -204,7 +204,7 @@ class Origin:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    """The fewest sizes whose runs make up both lists: [8, 128] and [1024] are both made of [8, 128]."""
+    """Returns the fewest sizes with runs that make up both lists: [8, 128] and [1024] are both made of [8, 128]."""
     sizes: list[int] = []
     left, right = [n for n in a if n > 1], [n for n in b if n > 1]
     while left and right:
@@ -220,7 +220,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> list[int]:
 
 
 def _boxes_of_run(start: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple[Range, ...]]:
-    """Boxes that together are the elements from `start` to `stop` of an array of these sizes, in C order."""
+    """Yields boxes that together are the elements from `start` to `stop` of an array of these sizes, in C order."""
     if len(sizes) <= 1:
         yield ((start, stop),) if sizes else ()
         return
@@ -239,7 +239,7 @@ def _boxes_of_run(start: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple
 
 @dataclasses.dataclass(frozen=True)
 class Entry(Leaf):
-    """A leaf of the new tree. What is no array (empty containers, text) has one part and is taken over whole."""
+    """A leaf of the new tree. A leaf that is no array (empty container, text) has one part and is taken over whole."""
 
     origins: tuple[Origin, ...] = dataclasses.field(default=(), compare=False)
 
@@ -249,7 +249,7 @@ class Entry(Leaf):
         return cls(**fields, origins=(Origin.whole(leaf),))
 
     def through(self, seconds: Iterable[Origin]) -> list[Origin]:
-        """The origins of what takes from this entry, as if it were stored, by `seconds`.
+        """Composes this entry's origins with `seconds`, which take from this entry as if it were stored.
 
         Raises:
             ValueError: an axis is cut in two ways that do not fit.
@@ -257,7 +257,7 @@ class Entry(Leaf):
         return [joined for second in seconds for first in self.parts(second.source) for joined in first.then(second)]
 
     def parts(self, box: Box) -> Iterator[Origin]:
-        """What a box of it takes from which stored arrays."""
+        """Yields the parts of stored arrays that a box of this entry takes."""
         if not box.ndim:
             return iter(self.origins)
         starts, stops, origins = self._ordered
@@ -266,7 +266,7 @@ class Entry(Leaf):
 
     @functools.cached_property
     def _ordered(self) -> tuple[list[int], list[int], list[Origin]]:
-        """The origins by where they start on axis 0, and with each where it and those before it stop."""
+        """Starts on axis 0 in ascending order, the furthest stop so far at each, and the origins in this order."""
         origins = sorted(self.origins, key=lambda origin: origin.target.start)
         stops = itertools.accumulate([origin.target.stop[0] for origin in origins], max)
         return [origin.target.start[0] for origin in origins], list(stops), origins
@@ -276,5 +276,5 @@ class Entry(Leaf):
 
 
 def described(entry: Entry) -> str:
-    """What an entry is, as messages show it: `float32[2,3]`, or the type of what is no array."""
+    """Returns the type of an entry, as messages show it: `float32[2,3]`, or the type of a leaf that is no array."""
     return type_text(entry.shape, entry.dtype) if entry.is_array else entry.value_type

@@ -21,12 +21,12 @@ from scheduler.base.texts import first_of
 def imported(
     mapping: Mapping, config: dict[str, object], keep_apart: Callable[[str], bool] = lambda node: False
 ) -> Change:
-    """What makes the tree of a model of the tensors of a folder.
+    """Returns the change that makes the tensors of a folder the tree of a model.
 
     Args:
         mapping: the mapping.
-        config: what config.json says, for the sizes that shapes do not say.
-        keep_apart: of each pattern of `mapping.stack`, whether its entries stay apart.
+        config: the content of config.json, for the sizes that shapes do not determine.
+        keep_apart: for each pattern of `mapping.stack`, whether its entries stay apart.
     """
 
     def change(entries: Entries) -> list[Entry]:
@@ -43,13 +43,13 @@ def imported(
 def imported_from(
     path: File, mapping: str | File | Mapping, keep_apart: Callable[[str], bool] = lambda node: False
 ) -> Change:
-    """The same for the name of a mapping, or a file, and a Hugging Face folder or one of its files."""
+    """Returns the same change for the name or file of a mapping, and for a Hugging Face folder or one of its files."""
     folder = path if path.is_dir() else path.parent
     return imported(read_mapping(mapping, folder), config_of(folder), keep_apart)
 
 
 def exported(mapping: Mapping, config: dict[str, object]) -> Change:
-    """What makes the tensors of a folder of the tree of a model."""
+    """Returns the change that makes the tree of a model the tensors of a folder."""
 
     def change(entries: Entries) -> list[Entry]:
         apart = list(entries)
@@ -64,7 +64,7 @@ def exported(mapping: Mapping, config: dict[str, object]) -> Change:
 
 
 def _nodes(pattern: str, path: Path) -> Iterator[tuple[str, ...]]:
-    """The nodes above a leaf that a pattern names."""
+    """Yields the nodes above a leaf that a pattern names."""
     for depth in range(1, len(path)):
         if matches(pattern, path[:depth]):
             yield tuple([key.name for key in path[:depth]])
@@ -87,7 +87,7 @@ class _Application:
     faults: list[str] = dataclasses.field(default_factory=list)
 
     def made(self) -> list[Entry]:
-        """The new entries.
+        """Returns the new entries.
 
         Raises:
             ReshardError: lists what does not fit.
@@ -192,7 +192,7 @@ class _Application:
             yield _entry([given], path, axes.shape_of(target, own), moved)
 
     def _known(self, side: Named) -> dict[str, int]:
-        """The sizes that shapes may not say."""
+        """Returns the sizes that shapes may not determine."""
         merged = {name for axis in side if len(axis) > 1 for name in axis}
         found = {name: self._size(name) for name in merged}
         return {name: size for name, size in found.items() if size is not None}
@@ -227,7 +227,7 @@ def _filled(pattern: str, numbers: dict[str, str]) -> str:
 
 
 def _entry(given: Sequence[Entry], path: Path, shape: tuple[int, ...], *seconds: Iterable[Origin]) -> Entry:
-    """The new entry that takes from the given ones by these origins, for each of them."""
+    """Returns the new entry that takes from the given ones, by the origins of each of them."""
     origins = [one for entry, moved in zip(given, seconds, strict=True) for one in entry.through(moved)]
     if not origins:  # no elements
         origins = list(given[0].origins[:1])

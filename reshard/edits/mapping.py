@@ -18,8 +18,8 @@ tensor is cut into several arrays in the same way:
         axes: hidden model -> model hidden
         along: hidden
 
-`parts` gives the sizes of the parts where they differ: names of `sizes`, or numbers. An `along` that only the side of
-the one array names is an index: `(hidden which) model -> model hidden` with `along: which` takes turns.
+`parts` has the sizes of the parts where they differ: names of `sizes`, or numbers. If only the joined side names
+`along`, it is an index: `(hidden which) model -> model hidden` with `along: which` takes turns.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _MOST_FAULTS = 10
 
 @dataclasses.dataclass(frozen=True)
 class MappingRule:
-    """Tensors of a folder and arrays of ours that have the same elements; one of the two is one."""
+    """Tensors of a folder and arrays of ours that have the same elements; only one side may have several."""
 
     tensors: tuple[str, ...]
     arrays: tuple[str, ...]
@@ -53,15 +53,15 @@ class MappingRule:
 
 @dataclasses.dataclass(frozen=True)
 class Mapping:
-    """What a mapping file says.
+    """The content of a mapping file.
 
     Attributes:
-        name: what messages call it.
-        rules: in order; a tensor or array is taken by the first that names it.
+        name: its name in messages.
+        rules: in order; the first rule that names a tensor or array takes it.
         stack: nodes whose numbered entries are stacked, innermost first.
         sizes: for each name, the entries of config.json that may say its size.
         ignore: patterns of tensors that are left out.
-        architectures: of config.json.
+        architectures: the architectures in config.json that the mapping is for.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Mapping:
 
 
 def built_in() -> list[str]:
-    """The names of the mappings that come along."""
+    """Returns the names of the built-in mappings."""
     return sorted(file.stem for file in _BUILT_IN.glob("*.yaml"))
 
 
@@ -81,11 +81,11 @@ def read_mapping(mapping: str | File | Mapping, folder: File | None) -> Mapping:
     """Reads a mapping.
 
     Args:
-        mapping: the name of one that comes along, a file, or "auto": what config.json says that the model is.
+        mapping: the name of a built-in mapping, a file, or "auto" to choose by the architectures in config.json.
         folder: the Hugging Face folder, for "auto".
 
     Raises:
-        ReshardError: there is none of this name, or the file is not a mapping; lists its faults.
+        ReshardError: there is no mapping of this name, or the file is not a mapping; lists its faults.
     """
     if isinstance(mapping, Mapping):
         return mapping
@@ -114,10 +114,10 @@ def _mapping_of_model(folder: File | None) -> Mapping:
 
 
 def config_of(folder: File | None) -> dict[str, object]:
-    """What config.json says, with what its `text_config` says; nothing if there is none.
+    """Returns the content of config.json, with the content of its `text_config`; empty if there is no file.
 
     Raises:
-        ReshardError: it cannot be read.
+        ReshardError: the file cannot be read.
     """
     if folder is None or not (folder / CONFIG).exists():
         return {}
@@ -129,7 +129,7 @@ def config_of(folder: File | None) -> dict[str, object]:
 
 
 def parse_mapping(document: object, name: str) -> Mapping:
-    """Makes a mapping of what a file says.
+    """Makes a mapping from the content of a file.
 
     Raises:
         ReshardError: lists the faults.

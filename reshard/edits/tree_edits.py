@@ -23,9 +23,9 @@ Change = Callable[[Entries], list[Entry]]
 
 
 def select(only: Sequence[str] = (), drop: Sequence[str] = ()) -> Change:
-    """Keeps what one of the patterns `only` matches (all if there are none) and none of `drop` does.
+    """Keeps the leaves that one of the patterns `only` matches (all if there are none) and none of `drop` matches.
 
-    A pattern that names a node means all below it.
+    A pattern that names a node matches everything below it.
     """
 
     def change(entries: Entries) -> list[Entry]:
@@ -73,8 +73,8 @@ def unstack(pattern: str, *, as_list: bool = True, option: str = "") -> Change:
 
     Args:
         pattern: the path of nodes, `**/layers`; each is cut on its own, so that optimizer states may mirror it.
-        as_list: whether the layers become a list's items, otherwise entries of a dict that are named by numbers.
-        option: what messages call this change.
+        as_list: whether the layers become items of a list; otherwise entries of a dict, named by numbers.
+        option: the name of this change in messages.
     """
     option = option or f"--unstack {pattern}"
 
@@ -123,7 +123,7 @@ def stack(pattern: str, option: str = "") -> Change:
 
 
 def _layers_by_rest(node: Path, inside: Entries, option: str) -> dict[Path, dict[int, Entry]]:
-    """The layers of each array below a node: by its path within its layer, and by the layer's number."""
+    """Groups the arrays below a node by their path within a layer, and by the layer's number."""
     by_rest: dict[Path, dict[int, Entry]] = {}
     for e in inside:
         name = e.path[len(node)].name if len(e.path) > len(node) else ""
@@ -137,10 +137,10 @@ def _layers_by_rest(node: Path, inside: Entries, option: str) -> dict[Path, dict
 
 
 def _num_layers(node: Path, by_rest: dict[Path, dict[int, Entry]], option: str) -> int:
-    """How many layers a node has, of which each array has all."""
+    """Returns the number of layers of a node; each array must have all of them."""
     found = {index for layers in by_rest.values() for index in layers}
     expected = range(max(found) + 1)
-    if len(found) < len(expected):  # which may be many more: entries named by dates, say
+    if len(found) < len(expected):  # may be many more: entries named by dates, say
         gaps = [str(i) for i in itertools.islice((i for i in expected if i not in found), 9)]
         missing = ", ".join(gaps[:8]) + (" …" if len(gaps) > 8 else "")
         raise ReshardError(
@@ -158,7 +158,7 @@ def _num_layers(node: Path, by_rest: dict[Path, dict[int, Entry]], option: str) 
 
 
 def _stacked(path: Path, layers: Sequence[Entry], option: str) -> Entry:
-    """The layers of one array as one."""
+    """Stacks the layers of one array."""
     first = layers[0]
     odd = [e for e in layers if (e.shape, e.dtype, e.extra) != (first.shape, first.dtype, first.extra)]
     odd += [e for e in layers if not e.is_array and e.value_type != first.value_type]
@@ -181,7 +181,7 @@ def _stacked(path: Path, layers: Sequence[Entry], option: str) -> Entry:
 
 
 def _at_nodes(option: str, pattern: str, made: Callable[[Path, Entries], list[Entry]]) -> Change:
-    """Replaces what is below each node that the pattern names, the outermost one, by what is made of it."""
+    """Replaces the entries below each outermost node that the pattern names by the entries that `made` returns."""
 
     def change(entries: Entries) -> list[Entry]:
         nodes: dict[tuple[str, ...], list[Entry]] = {}
@@ -198,7 +198,7 @@ def _at_nodes(option: str, pattern: str, made: Callable[[Path, Entries], list[En
 
 
 def cast(pattern: str | None, dtype: np.dtype) -> Change:
-    """Gives floating-point arrays that the pattern matches another dtype; numbers, counters and keys stay."""
+    """Casts floating-point arrays that the pattern matches to a dtype; numbers, counters and keys stay."""
 
     def wanted(entry: Entry) -> bool:
         floating = entry.dtype is not None and _is_float(entry.dtype) and entry.value_type != "scalar"
@@ -213,12 +213,12 @@ def cast(pattern: str | None, dtype: np.dtype) -> Change:
 
 
 def _is_float(dtype: np.dtype) -> bool:
-    """Whether a dtype is of real floating-point numbers, numpy's own or one that `ml_dtypes` adds."""
+    """Returns whether a dtype is of real floating-point numbers, numpy's own or one that `ml_dtypes` adds."""
     return dtype.kind == "f" or (dtype.kind == "V" and "float" in dtype.name)
 
 
 def rechunk(pattern: str, chunk: Sequence[int]) -> Change:
-    """Sets the chunks of what the pattern matches: one size an axis, -1 for the whole axis."""
+    """Sets the chunks of arrays that the pattern matches: one size an axis, -1 for the whole axis."""
 
     def wanted(entry: Entry) -> bool:
         return entry.is_array and bool(entry.shape) and matches(pattern, entry.path) is not None
@@ -240,7 +240,7 @@ def rechunk(pattern: str, chunk: Sequence[int]) -> Change:
 
 
 def checked_paths(entries: Entries) -> tuple[list[Entry], list[str]]:
-    """Checks that the paths make a tree; lists that have lost items become dicts, which notes say.
+    """Checks that the paths make a tree. Lists that have lost items become dicts, with a note for each.
 
     Raises:
         ReshardError: two leaves have the same path, or a leaf lies where others need a node.
@@ -280,7 +280,7 @@ def checked_paths(entries: Entries) -> tuple[list[Entry], list[str]]:
 
 
 def nested(entries: Entries, value: Callable[[Entry], object]) -> object:
-    """The tree of dicts and lists that Orbax is to save, with `value` of each entry as its leaves."""
+    """Returns the tree of dicts and lists that Orbax is to save, with `value` of each entry as its leaves."""
     if len(entries) == 1 and not entries[0].path:
         return value(entries[0])
     root: dict[Key, Any] = {}

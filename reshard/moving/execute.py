@@ -1,6 +1,6 @@
 """Carries out a plan: round by round, freeing each source shard when its last byte has left.
 
-The plan says what moves when; here are the arrays themselves: which buffers are read, filled, kept, given up.
+The plan says what moves when. This file handles the arrays: which buffers are read, filled, kept or freed.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from reshard.moving.rounds import Round
 from reshard.moving.sources import Movement, MovingArray, Sources, ways_of
 from reshard.places import Place
 
-# How much may be under way before what has left is freed, if the threshold allows more.
+# The most bytes in flight before shards that have left are freed, if the threshold allows more.
 _WINDOW_BYTES = 64 << 20
-# For how many shapes the ways of pieces are kept; arrays of one shape mostly follow each other.
+# The number of shapes for which the ways of pieces are kept; arrays of one shape mostly follow each other.
 _KNOWN_SHAPES = 64
 
 
@@ -39,7 +39,7 @@ def execute(
     """Moves the arrays as planned.
 
     Args:
-        plan: as made for exactly these arrays.
+        plan: the plan for exactly these arrays.
         sources: jax.Array, MpmdArray or numpy arrays; typed keys as their key data.
         donate: whether to free the sources on the way; afterwards they are deleted.
         progress: called after each round, and when enough has been moved in between.
@@ -141,13 +141,13 @@ class _Execution:
             self._filled.append(array)
 
     def _source(self, array: MovingArray, way: Movement) -> tuple[Shard, Box]:
-        """The shard that is read, and which box of it."""
+        """Returns the shard that is read, and the box of it."""
         shard = self._sink(array, way.sender).contents if way.hop else array.shards[way.sender]
         assert shard is not None, "a shard that is gone, or another process's"
         return shard, way.box
 
     def _settle(self) -> None:
-        """Waits for what is under way; then frees the shards that have left and closes the ones that are full."""
+        """Waits for everything in flight; then frees the shards that have left and closes the ones that are full."""
         self.carrier.wait()
         if self.wire is not None:
             self.wire.settle()

@@ -1,7 +1,7 @@
 """Keeps shards in place while the array that they were part of goes away.
 
-Deleting an array takes its shards with it, wherever else they are used. A program that returns what is donated to
-it makes new arrays of them in the same memory, which are nobody else's: one program for each set of devices.
+Deleting an array deletes its shards, wherever else they are used. A program that returns its donated buffers makes
+new arrays in the same memory, which nothing else refers to: one program for each set of devices.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _COPIED_BYTES = 1 << 20
 
 @dataclasses.dataclass
 class Kept:
-    """One shard on one device, and where its new array belongs: `parts[key]`."""
+    """One shard on one device, and the place of its new array: `parts[key]`."""
 
     data: jax.Array
     device: Device
@@ -29,7 +29,7 @@ class Kept:
 
 
 def take_over(shards: Sequence[Kept]) -> None:
-    """Gives every shard a new array in the same memory; the old arrays are gone. Small ones are copied instead."""
+    """Moves every shard to a new array in the same memory and deletes the old arrays. Small ones are copied instead."""
     small = [shard for shard in shards if shard.data.nbytes <= _COPIED_BYTES]
     if sum(shard.data.nbytes for shard in small) > _COPIED_BYTES:
         small = []
@@ -46,7 +46,7 @@ def take_over(shards: Sequence[Kept]) -> None:
 
 
 def _rows(shards: Sequence[Kept]) -> list[dict[Device, Kept]]:
-    """Shards of one target and one shape, at most one a device: they go through a program as one array."""
+    """Groups shards of one target and one shape, at most one a device: a row goes through a program as one array."""
     rows: dict[tuple[object, ...], list[dict[Device, Kept]]] = {}
     for shard in shards:
         key = (id(shard.parts), shard.data.shape, shard.data.sharding.memory_kind)
@@ -62,7 +62,7 @@ def _take_over_on(devices: tuple[Device, ...], rows: Sequence[dict[Device, Kept]
     arrays: list[jax.Array] = []
     for row in rows:
         first = row[devices[0]].data
-        # Each device keeps its own content; nobody reads the values as the replicas that they are said to be.
+        # Each device keeps its own content; the sharding calls the values replicas, but nobody reads them as replicas.
         sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=first.sharding.memory_kind)
         shards = [row[device].data for device in devices]
         arrays.append(jax.make_array_from_single_device_arrays(first.shape, sharding, shards))

@@ -4,8 +4,8 @@ A sink is a target shard while it is filled; a carrier brings a piece to it: `Lo
 `WireCarrier` (`remote.py`) between two. The executor knows nothing else about where memory is.
 
 Memory that this process can address (CPU devices, pinned host memory, numpy) is filled in place: one copy, no
-program to compile, no buffer in between. On other devices a piece is cut out by a small program, sent as an array,
-and written by another into a buffer that is donated to it and so stays where it is.
+program to compile, no buffer in between. On other devices a small program cuts a piece out, the piece is sent as an
+array, and a second program writes it into a donated buffer, which therefore stays in place.
 """
 
 import functools
@@ -37,7 +37,7 @@ class HostSink:
         self._taken: jax.Array | None = None
 
     def write(self, box: Box, data: Shard) -> bool:
-        """Puts data into a box of the shard; whether it has become the shard, and needed no memory besides."""
+        """Writes data into a box of the shard; returns whether the data became the shard and needed no other memory."""
         if isinstance(data, jax.Array) and self.takes(data):
             self._taken, self._buffer = data, np.empty(0)
             return True
@@ -45,16 +45,16 @@ class HostSink:
         return False
 
     def takes(self, data: jax.Array) -> bool:
-        """Whether an array can become the shard as it is."""
+        """Returns whether an array can become the shard as it is."""
         return self._place is not None and data.shape == self._buffer.shape and data.sharding == self._place
 
     @property
     def contents(self) -> np.ndarray:
-        """What has been written so far, to be read before the next `write`."""
+        """Returns the data written so far, to be read before the next `write`."""
         return self._buffer if self._taken is None else np.asarray(self._taken)
 
     def finish(self) -> Shard:
-        """The shard as an array on its device; nothing is written after."""
+        """Returns the shard as an array on its device; nothing is written afterwards."""
         if self._taken is not None:
             return self._taken
         buffer, self._buffer = self._buffer, np.empty(0)
@@ -62,7 +62,7 @@ class HostSink:
 
 
 class DeviceSink:
-    """The same for a shard on a device that only the device's own programs can write to."""
+    """A shard that is being filled, on a device with memory that only its own programs can write to."""
 
     def __init__(self, device: Device, shape: tuple[int, ...], dtype: np.dtype):
         self.place = SingleDeviceSharding(device)
@@ -73,7 +73,7 @@ class DeviceSink:
         return data.shape == self._shape
 
     def is_beside(self, source: jax.Array) -> bool:
-        """Whether a source shard on a device is in the same memory."""
+        """Returns whether a source shard on a device is in the same memory."""
         return source.sharding.is_equivalent_to(self.place, source.ndim)
 
     def write(self, box: Box, data: jax.Array) -> bool:
@@ -84,7 +84,7 @@ class DeviceSink:
         return False
 
     def copy(self, source: jax.Array, box: Box, into: Box) -> None:
-        """Writes a box of another array on the same device, in one program and without a buffer in between."""
+        """Copies a box of another array on the same device, in one program and without a buffer in between."""
         self._buffer = _copy(self.contents, source, box.start, into.start, box.shape)
 
     @property
@@ -104,14 +104,14 @@ Sink = HostSink | DeviceSink
 
 
 def open_sink(device: Place, shape: tuple[int, ...], dtype: np.dtype, memory_kind: str | None) -> Sink:
-    """The kind of sink that fits the memory."""
+    """Opens the kind of sink that fits the memory."""
     if is_host_memory(device) or _is_host_kind(memory_kind):
         return HostSink(device, shape, dtype, memory_kind)
     return DeviceSink(device, shape, dtype)
 
 
 def is_host_memory(device: Place) -> bool:
-    """Whether this process can read and write what is on the device as its own memory."""
+    """Returns whether this process can read and write the memory of the device as its own."""
     return isinstance(device, HostMemory) or device.platform == "cpu"
 
 
@@ -120,7 +120,7 @@ def _is_host_kind(memory_kind: str | None) -> bool:
 
 
 def _is_on_device(source: Shard) -> TypeGuard[jax.Array]:
-    """Whether this process cannot read a shard as its own memory."""
+    """Returns whether this process cannot read a shard as its own memory."""
     return isinstance(source, jax.Array) and not _is_on_host(source.sharding, is_host_memory)
 
 
@@ -138,10 +138,10 @@ class LocalCarrier:
         self._written: list[DeviceSink] = []
 
     def carry(self, source: Shard, box: Box, sink: Sink, into: Box) -> tuple[int, int]:
-        """Starts to bring box `box` of a source shard into box `into` of a sink.
+        """Starts to move box `box` of a source shard into box `into` of a sink.
 
-        The source must stay as it is until `wait` returns. Returns the bytes of working memory that it takes on the
-        sender and on the receiver.
+        The source must stay as it is until `wait` returns. Returns the bytes of working memory on the sender and on the
+        receiver.
         """
         nbytes, cut_bytes = box.nbytes(source.dtype.itemsize), 0
         whole = box.shape == tuple(source.shape)
@@ -154,7 +154,7 @@ class LocalCarrier:
         else:
             data, cut_bytes = (source, 0) if whole else (cut(source, box), nbytes)
         if isinstance(sink, DeviceSink):
-            # What becomes the target must be a buffer of its own, even if it is on that device already.
+            # The target must be a buffer of its own, even if the data is on that device already.
             arrived = jax.device_put(data, sink.place, may_alias=False if data is source else None)
             becomes_target = sink.write(into, arrived)
             self._written.append(sink)
@@ -169,7 +169,7 @@ class LocalCarrier:
             self._copies.append(self._pool.submit(sink.write, into, data))
 
     def wait(self) -> None:
-        """Returns when everything that was started is there."""
+        """Waits until everything that was started has arrived."""
         for copy in self._copies:
             copy.result()
         self._copies.clear()
@@ -183,7 +183,7 @@ class LocalCarrier:
 
 
 def cut(array: jax.Array, box: Box) -> jax.Array:
-    """A box of a single-device array, computed on its device. Compiled once for each shape of box, not each place."""
+    """Cuts a box out of a single-device array, on its device. Compiled once for each shape of box, not each place."""
     return _cut(array, box.start, box.shape)
 
 

@@ -28,7 +28,7 @@ from scheduler.base.texts import counted, human, table, type_text
 
 Described = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
-# How many different choices of replicas arrays of one kind may take between them, to level what devices send.
+# The most choices of replicas that arrays of one kind divide among them, to level the bytes that devices send.
 _MAX_VARIANTS = 8
 
 
@@ -49,7 +49,7 @@ class MovedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedArray:
-    """An array and the route it takes. `scale` counts the elements of the array for one of the route, on each axis."""
+    """An array and its route. `scale` is the number of elements of the array for one of the route, on each axis."""
 
     leaf: MovedLeaf
     route: Route
@@ -86,13 +86,13 @@ class ReshardPlan:
     """A checked plan; `str()` is its summary and `explain()` adds a line for each array.
 
     Attributes:
-        arrays: what is moved, and how.
-        rounds: what is moved when; see `reshard.chunk`.
+        arrays: the moved arrays, with their routes.
+        rounds: the order of the moves; see `reshard.moving.rounds`.
         threshold: the bound on working memory for each device, in bytes; None is no bound.
         peak_working_bytes: the most working memory that any device needs beyond source and target.
         bytes_moved: bytes that go from one device to another.
         bytes_lower_bound: bytes that are missing at the targets; no plan can move fewer.
-        bytes_between_hosts: those of `bytes_moved` that cross hosts.
+        bytes_between_hosts: the part of `bytes_moved` that crosses hosts.
         bytes_between_hosts_lower_bound: bytes that are missing at the targets' hosts.
         sent, received: bytes by device.
     """
@@ -138,7 +138,7 @@ class ReshardPlan:
     __repr__ = __str__
 
     def explain(self, max_arrays: int | None = None) -> str:
-        """The summary, and for each array what stays and what moves; the largest `max_arrays` if given."""
+        """Returns the summary, and for each array (the largest `max_arrays` if given) the bytes that stay and move."""
         order = sorted(range(len(self.arrays)), key=lambda i: -self.arrays[i].leaf.nbytes)
         rows: list[tuple[str, ...]] = [("array", "type", "from", "to", "stays", "process", "host", "hosts")]
         for i in order[:max_arrays]:
@@ -163,11 +163,11 @@ def plan(
         from_shardings: where they are: a pytree of shardings (of JAX, `MpmdSharding`, `HostMemory`) or a prefix of
             one; None takes the arrays' own.
         to_shardings: where they go, likewise.
-        threshold: bytes of working memory for each device, also as text (`"64MiB"`); None is no bound, 0 the largest
-            array alone.
+        threshold: bytes of working memory for each device, also as text (`"64MiB"`); None is no bound, 0 the need of
+            the largest array alone.
 
     Returns:
-        The plan, whose `bytes_moved` equals its `bytes_lower_bound`. It costs about a millisecond for each pair of
+        The plan; its `bytes_moved` equals its `bytes_lower_bound`. Planning takes about a millisecond for each pair of
         shardings on a thousand devices, and some microseconds for each array.
 
     Raises:
@@ -200,7 +200,7 @@ def plan(
 
 
 def as_jax_would(x: Any) -> Any:
-    """Host values as arrays of the dtype that they will have on devices (float64 is float32 unless enabled).
+    """Converts host values to arrays of the dtype that they will have on devices (float64 is float32 unless enabled).
 
     Raises:
         ReshardError: an int does not fit.
@@ -215,14 +215,14 @@ def as_jax_would(x: Any) -> Any:
 
 
 def place_of(x: Described) -> Placement:
-    """Where an array says it is; a numpy array is on this host."""
+    """Returns the place of an array; a numpy array is on this host."""
     return HostMemory(jax.process_index()) if isinstance(x, (np.ndarray, np.generic)) else sharding_of(x)
 
 
 def describe(
     paths: Sequence[str], avals: Sequence[Described], sources: Sequence[Placement], targets: Sequence[Placement]
 ) -> list[MovedLeaf]:
-    """The arrays as the planner sees them.
+    """Returns descriptions of the arrays for the planner.
 
     Raises:
         ReshardError: names every array whose sharding does not fit it.
@@ -241,7 +241,7 @@ def describe(
 
 
 def raise_faults(faults: Sequence[str]) -> None:
-    """One error for all that is wrong; nothing if nothing is."""
+    """Raises one error for all faults; does nothing if there are none."""
     if faults:
         raise ReshardError(
             "these arrays cannot be moved as asked; nothing was moved:\n" + "\n".join(f"  {fault}" for fault in faults)
@@ -249,7 +249,7 @@ def raise_faults(faults: Sequence[str]) -> None:
 
 
 def plan_leaves(leaves: Sequence[MovedLeaf], threshold: int | None) -> ReshardPlan:
-    """The plan for described arrays: routes first, then rounds, the largest arrays of each group first."""
+    """Plans the moves of described arrays: routes first, then rounds, the largest arrays of each group first."""
     if threshold == 0:  # one array at a time
         threshold = max((leaf.nbytes for leaf in leaves), default=1)
     places = Places()
@@ -257,7 +257,7 @@ def plan_leaves(leaves: Sequence[MovedLeaf], threshold: int | None) -> ReshardPl
     places.freeze()
     routes: list[Route] = [None] * len(leaves)  # pyright: ignore[reportAssignmentType]
     scales: list[tuple[int, ...]] = [()] * len(leaves)
-    # Those without a choice first, so that the others can make up for what these must send.
+    # Arrays without a choice first, so that the others can balance what these must send.
     for source, target, unit in sorted(kinds, key=lambda kind: _num_replicas(kind[0])):
         members = sorted(kinds[source, target, unit], key=lambda i: -leaves[i].nbytes)
         for i in members:
@@ -278,7 +278,7 @@ def _num_replicas(source: Layout) -> int:
 
 
 def _kinds(leaves: Sequence[MovedLeaf], places: Places) -> dict[tuple[Layout, Layout, tuple[int, ...]], list[int]]:
-    """The arrays by pair of layouts; arrays without elements have no pieces and share empty ones."""
+    """Groups the arrays by pair of layouts; arrays without elements have no pieces and share empty layouts."""
     kinds: dict[tuple[Layout, Layout, tuple[int, ...]], list[int]] = {}
     for i, leaf in enumerate(leaves):
         unit = unit_shape(leaf.shape, cuts(leaf.source, leaf.shape), cuts(leaf.target, leaf.shape))
@@ -331,7 +331,7 @@ def _packed(arrays: Sequence[PlannedArray], places: Places, threshold: int | Non
 
 
 def _order(arrays: Sequence[PlannedArray]) -> list[int]:
-    """Largest first, one of each target group (or source group) in turn."""
+    """Returns the order of the arrays: largest first, one of each target group (or source group) in turn."""
     by_group: dict[int, list[int]] = {}
     for i, array in enumerate(arrays):
         both = (array.leaf.target, array.leaf.source)

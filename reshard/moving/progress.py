@@ -1,4 +1,4 @@
-"""Counts the bytes that a reshard really moves, and tells the caller how far it is."""
+"""Counts the bytes that a reshard really moves, and reports its progress to the caller."""
 
 import dataclasses
 import time
@@ -11,7 +11,7 @@ from scheduler.base.texts import bar
 
 @dataclasses.dataclass
 class Stats:
-    """What a reshard really did, counted where it was done."""
+    """Statistics of a reshard, counted where the bytes are moved."""
 
     bytes_moved: int = 0
     bytes_copied_on_device: int = 0
@@ -23,7 +23,7 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a reshard is; bytes count everything that is copied, on one device or between two."""
+    """The progress of a reshard; bytes count everything that is copied, on one device or between two."""
 
     bytes_done: int
     bytes_total: int
@@ -41,7 +41,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 class Meter:
-    """Counts what is moved and tells the caller how far it is.
+    """Counts the bytes that are moved and reports the progress to the caller.
 
     Attributes:
         stats: the counts.
@@ -75,7 +75,7 @@ class Meter:
         self._callback(Progress(self.bytes_done, self._bytes_total, self.arrays_done, arrays_total, self._seconds()))
 
     def finish(self) -> None:
-        """All arrays are complete."""
+        """Reports that all arrays are complete."""
         self.stats.seconds = self._seconds()
         self.arrays_done = len(self._plan.arrays)
         self.report()
@@ -85,7 +85,7 @@ class Meter:
 
 
 def how_far(reports: Sequence[Any], doing: str) -> tuple[str, float]:
-    """What `waiting` shows: the last report of a copy, and the share of its bytes that it has done."""
+    """Returns the progress for `waiting`: the last report of a copy, and the share of its bytes that is done."""
     if not reports:
         return doing, 0.0
     return str(reports[-1]), reports[-1].bytes_done / max(1, reports[-1].bytes_total)

@@ -1,7 +1,7 @@
 """Sends pieces to other processes and receives theirs.
 
-All processes walk the same plan and number its pieces alike. What was sent must stay until it has been taken, so
-at every settling the receivers say that they have all, by a message to each sender.
+All processes walk the same plan and number its pieces alike. Sent data must stay until it has been received, so each
+`settle` sends a message from each receiver to each of its senders that all has arrived.
 """
 
 import itertools
@@ -48,17 +48,17 @@ class WireCarrier:
         sink: Callable[[], tuple[Sink, Box]],
         dtype: np.dtype,
     ) -> tuple[int, int]:
-        """One piece from rank to rank; every process calls it for every such piece, in the same order.
+        """Sends one piece from rank to rank; every process calls it for every piece between ranks, in the same order.
 
         Args:
           start: the sending rank, and the device or `HostMemory` where the source shard is.
           end: the receiving rank, and where the target shard is.
-          source: gives the source shard and what of it goes; called on the sender.
-          sink: gives the target shard, and where in it; called on the receiver.
-          dtype: that of the array.
+          source: returns the source shard and the box of it to send; called on the sender.
+          sink: returns the target shard and the box of it to fill; called on the receiver.
+          dtype: the dtype of the array.
 
         Returns:
-          The bytes of working memory that it takes on the sender and on the receiver, as far as they are here.
+          The bytes of working memory on the sender and on the receiver, as far as they are here.
         """
         (sender, from_device), (receiver, to_device) = start, end
         number = next(self._numbers)
@@ -77,7 +77,7 @@ class WireCarrier:
         return 0, 0
 
     def settle(self) -> None:
-        """Returns when all pieces so far are where they belong, as far as this process has to do with them."""
+        """Waits until all pieces so far have arrived, as far as this process takes part in them."""
         for data, sink, into in self._coming:
             data.block_until_ready()
             sink.write(into, data)
@@ -100,12 +100,12 @@ def _first_device(rank: int) -> Device:
 
 
 def _device(place: Place, rank: int) -> Device:
-    """The device that pieces of a shard go by."""
+    """Returns the device that pieces of a shard travel through."""
     return _first_device(rank) if isinstance(place, HostMemory) else place
 
 
 def _part(source: Shard, box: Box, device: Device) -> tuple[jax.Array, int]:
-    """A box of a shard as an array of its own, on `device`, or the shard itself, and the bytes that it took."""
+    """Returns a box of a shard as an array of its own on `device`, or the shard itself, and the bytes that it took."""
     whole = box.shape == tuple(source.shape)
     if isinstance(source, jax.Array) and whole and source.sharding.memory_kind == device.default_memory().kind:
         return source, 0
@@ -118,18 +118,18 @@ def _part(source: Shard, box: Box, device: Device) -> tuple[jax.Array, int]:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    """Where two lists begin to differ: where the shorter one ends, if the other one goes on from there."""
+    """Returns where two lists begin to differ: the end of the shorter one, if the longer one continues from there."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def agree(job: Job, leaves: Sequence[MovedLeaf], threshold: int, data: Sequence[jax.Array | np.ndarray]) -> int:
-    """Makes sure that all processes move the same; returns the least threshold that any of them has.
+    """Checks that all processes move the same arrays; returns the least threshold that any of them has.
 
-    The values of host arrays are compared as those that a step is given: a difference is an error of a next call.
+    Values of host arrays are compared like those passed to a step: a difference is an error of a later call.
 
     Raises:
-      ReshardError: they differ; in every process.
+      ReshardError: the processes differ; raised in every process.
     """
     lines = [_ADDRESS.sub("0x", str(leaf)) for leaf in leaves]
     hashes = [zlib.crc32(line.encode()) for line in lines]

@@ -27,7 +27,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Batch:
-    """What one round moves of one array: some of its pieces uncut (all if `pieces` is None), or some chunks."""
+    """The part of an array that one round moves: some pieces uncut (all if `pieces` is None), or some chunks."""
 
     array: int
     pieces: np.ndarray | None = None
@@ -39,7 +39,7 @@ Round = tuple[Batch, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Load:
-    """What pieces need at some places: bytes of working memory, and bytes that arrive without needing any."""
+    """The need of pieces at some places: bytes of working memory, and bytes that arrive without needing any."""
 
     places: np.ndarray
     working: np.ndarray
@@ -50,7 +50,7 @@ class Load:
 
 
 class Loads:
-    """The loads of a route's pieces in elements of its lattice: of all of them, or in batches that share it out."""
+    """The loads of a route's pieces in elements of its lattice: of all at once, or divided into batches."""
 
     def __init__(self, route: Route, num_places: int):
         self._route = route
@@ -72,9 +72,9 @@ class Loads:
         return np.bincount(place[pieces], elements[pieces], self._num_places)
 
     def batches(self, limit: float) -> list[tuple[int, np.ndarray, Load]]:
-        """All pieces in batches that need at most `limit` anywhere: (hop, pieces, load), hops in order.
+        """Divides all pieces into batches that need at most `limit` anywhere: (hop, pieces, load), hops in order.
 
-        No single piece may need more than half of it.
+        No single piece may need more than half of `limit`.
         """
         num = math.ceil(self.whole.working.max(initial=0) / limit)
         while True:
@@ -93,7 +93,7 @@ class Loads:
             if num >= len(pieces):
                 parts = list(pieces[:, None])
             else:
-                # Pieces are sorted by receiver. Each receiver's are dealt out in turn, starting at another batch.
+                # Pieces are sorted by receiver. A receiver's pieces are dealt out in turn, starting at another batch.
                 receiver = self._route.receiver[pieces]
                 rank = np.arange(len(pieces)) - np.searchsorted(receiver, receiver)
                 batch = (rank + receiver) % num
@@ -119,7 +119,7 @@ class Packer:
         return tuple(map(tuple, self._rounds))
 
     def add(self, array: int, loads: Loads, route: Route, scale: Sequence[int], itemsize: int) -> None:
-        """Finds rounds for all pieces of an array, cut into chunks as far as the threshold asks for it."""
+        """Finds rounds for all pieces of an array, cut into chunks as far as the threshold requires."""
         unit_bytes = math.prod(scale) * itemsize
         whole = loads.whole.times(unit_bytes)
         if whole.working.max(initial=0) <= self._limit:
@@ -139,8 +139,8 @@ class Packer:
         places = load.places
         number = int(self._round[places].max(initial=after))
         working, arriving = self._at(number, places)
-        # What arrives needs no working memory, but its source is not free before it is there: it counts as well,
-        # unless it is alone.
+        # Arriving bytes need no working memory, but their source is not free until they are there: they count as well,
+        # unless they are alone.
         crowded = (arriving > 0) & (arriving + load.arriving > self._limit)
         if (working + load.working > self._limit).any() or crowded.any():
             number += 1
@@ -209,7 +209,7 @@ class _RoundLoads:
     peak: int = 0
 
     def add(self, sender: int, sent: int, receiver: int, received: int, after: int) -> int:
-        """The first round from `after` on that has room for a chunk; takes the room."""
+        """Returns the first round from `after` on that has room for a chunk; takes the room."""
         first, working = self.round, self.working
         number = max(after, first[sender], first[receiver])
         at_sender = working[sender] if first[sender] == number else 0

@@ -1,9 +1,9 @@
 """Decides who sends which box to whom, for one pair of layouts.
 
 The source and target cuts together make a lattice of cells, each of which is wholly inside or outside of every
-shard. For each cell: the devices that want it, without those that have it, get it once each. A cell crosses to a
-host once, then to each process on it once, then to the devices of the process, always from one of those that have
-it by then; among these the one that sends least so far. At the end cells that travel together are merged into boxes.
+shard. Each device that wants a cell and lacks it gets it once. A cell crosses to a host once, then to each process on
+the host once, then to the devices of the process. The sender is always a device that has the cell by then, the one
+that sends least so far. At the end cells that travel together are merged into boxes.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from reshard.places import Place, host_of
 
 
 class Places:
-    """All devices of a plan, numbered; their processes and hosts, numbered too; and the bytes each has to send."""
+    """All devices of a plan, numbered; their processes and hosts, numbered too; and the bytes that each has to send."""
 
     def __init__(self) -> None:
         self.devices: list[Place] = []
@@ -29,7 +29,7 @@ class Places:
         self._by_layout: dict[int, tuple[Layout, np.ndarray]] = {}
 
     def of(self, layout: Layout) -> np.ndarray:
-        """The number of each shard's device."""
+        """Returns the number of each shard's device."""
         known = self._by_layout.get(id(layout))
         if known is None:
             for device in layout.devices:
@@ -41,7 +41,7 @@ class Places:
         return known[1]
 
     def freeze(self) -> None:
-        """To be called when every layout has been seen."""
+        """Numbers processes and hosts, when every layout has been seen."""
         num = len(self.devices)
         self.process = _numbered([getattr(d, "process_index", 0) for d in self.devices])
         self.host = _numbered([host_of(d) for d in self.devices])
@@ -98,10 +98,10 @@ class Route:
 
 
 def build(source: Layout, target: Layout, places: Places, weight: float) -> Route:
-    """The route between two layouts of one unit shape.
+    """Builds the route between two layouts of one unit shape.
 
     Args:
-        places: where the devices are; what they send is added up there.
+        places: the places of the devices; the bytes that they send are added up there.
         weight: bytes for each element of the lattice, over all arrays that will take this route.
     """
     source_place, target_place = places.of(source), places.of(target)
@@ -112,7 +112,7 @@ def build(source: Layout, target: Layout, places: Places, weight: float) -> Rout
     holders = _Holders(cell, source_place[shard], shard, np.zeros(len(cell), np.int64))
     wants = _wants(target, target_place, lattice, kept)
 
-    here = holders.find(wants.keys(num_places), num_places)  # what devices have already, in another shard
+    here = holders.find(wants.keys(num_places), num_places)  # cells that devices have already, in another shard
     stay, wants = _Delivery(wants.take(here >= 0), here[here >= 0], holders), wants.take(here < 0)
     again, wants = _wanted_again(wants, num_places)
     missing = int(lattice.volume[wants.cell].sum())
@@ -136,7 +136,7 @@ def build(source: Layout, target: Layout, places: Places, weight: float) -> Rout
 def _wants(
     target: Layout, target_place: np.ndarray, lattice: "_Lattice", kept: tuple[tuple[int, int], ...]
 ) -> "_Wants":
-    """What the target shards want, without those that are kept: their source shards say that their devices have it."""
+    """Returns the wants of the target shards, except for kept ones: their source shards show that devices have them."""
     cell, shard = lattice.pairs(target.grids)
     wanted = ~_among(shard, np.array([t for _, t in kept], np.int64)) & (lattice.volume[cell] > 0)
     cell, shard = cell[wanted], shard[wanted]
@@ -144,7 +144,7 @@ def _wants(
 
 
 def _wanted_again(wants: "_Wants", num_places: int) -> tuple["_Wants", "_Wants"]:
-    """A device that wants a cell in two shards (two groups on one device) gets it once and copies it: copies first."""
+    """Splits off second wants of a cell by a device (in shards of two groups): it copies the cell. Copies first."""
     _, first = np.unique(wants.keys(num_places), return_index=True)
     again = np.ones(len(wants.cell), bool)
     again[first] = False
@@ -156,7 +156,7 @@ def _from_other_places(
 ) -> tuple[list["_Delivery"], "_Holders", int]:
     """Brings cells to each host once, from there to its processes, from there to their devices.
 
-    Returns the steps, who has what after them, and how many elements have come to hosts that had none of them.
+    Returns the steps, the holders after them, and the number of elements that have come to hosts without any of them.
     """
     num_places = len(places.devices)
     everywhere = np.zeros(num_places, np.int64)
@@ -183,7 +183,7 @@ def _from_other_places(
 
 
 def _among(keys: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Which keys occur in the table. (`np.isin` hashes large integers, which is many times slower.)"""
+    """Returns which keys occur in the table. (`np.isin` hashes large integers, which is many times slower.)"""
     if not len(table):
         return np.zeros(len(keys), bool)
     table = np.sort(table)
@@ -191,7 +191,7 @@ def _among(keys: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 
 def _as_one_key(columns: np.ndarray) -> np.ndarray:
-    """A number for each row, the same for the same rows."""
+    """Returns a number for each row, the same for equal rows."""
     sizes = [int(n) + 1 for n in columns.max(axis=0)]
     if math.prod(sizes) >= 1 << 62:
         return np.unique(columns, axis=0, return_inverse=True)[1].reshape(-1)
@@ -217,14 +217,14 @@ class _Wants:
     shard: np.ndarray
 
     def keys(self, num_places: int) -> np.ndarray:
-        """A number for each pair of cell and place."""
+        """Returns a number for each pair of cell and place."""
         return self.cell * num_places + self.place
 
     def take(self, index: np.ndarray) -> "_Wants":
         return _Wants(self.cell[index], self.place[index], self.shard[index])
 
     def one_per(self, domain: np.ndarray, sent: np.ndarray) -> np.ndarray:
-        """One want for each cell and domain: the domain's places take turns, those that send least so far first."""
+        """Returns one want for each cell and domain: the domain's places take turns, the least loaded so far first."""
         order = np.lexsort((self.place, sent[self.place], self.cell, domain[self.place]))
         cell, of = self.cell[order], domain[self.place][order]
         new_domain = np.r_[True, of[1:] != of[:-1]]
@@ -256,7 +256,7 @@ class _Holders:
         )
 
     def find(self, keys: np.ndarray, num_places: int) -> np.ndarray:
-        """The holder of each key of `_Wants.keys`, -1 where there is none."""
+        """Returns the holder of each key of `_Wants.keys`, -1 where there is none."""
         mine = self.cell * num_places + self.place
         order = np.argsort(mine, kind="stable")
         at = np.minimum(np.searchsorted(mine, keys, sorter=order), len(mine) - 1)
@@ -267,7 +267,7 @@ class _Holders:
         return _among(wants.cell * num + domain[wants.place], self.cell * num + domain[self.place])
 
     def choose(self, wants: _Wants, domain: np.ndarray, places: Places, nbytes: np.ndarray) -> np.ndarray:
-        """For each want a holder of its cell in its domain, so that the places' totals stay even."""
+        """Chooses a holder of each wanted cell in the want's domain, so that the places' totals stay even."""
         num = int(domain.max(initial=0)) + 1
         mine = self.cell * num + domain[self.place]
         order = np.argsort(mine, kind="stable")
@@ -285,7 +285,7 @@ class _Holders:
         return chosen
 
     def _levelled(self, candidates: np.ndarray, sent: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
-        """One of each row's candidates; rows with the same candidate places share them out evenly."""
+        """Chooses one of each row's candidates; rows with the same candidate places share them out evenly."""
         at = self.place[candidates]
         rows = np.ascontiguousarray(at).view(np.dtype((np.void, at.dtype.itemsize * at.shape[1]))).reshape(-1)
         _, first, same = np.unique(rows, return_index=True, return_inverse=True)
@@ -305,7 +305,7 @@ class _Holders:
 
 
 class _Delivery:
-    """Wants that are met by chosen holders; knows the hop of the pieces that do it."""
+    """Wants with the holders chosen to meet them; knows the hop of the pieces between them."""
 
     def __init__(self, wants: _Wants, chosen: np.ndarray, holders: _Holders):
         self.wants = wants
@@ -326,7 +326,7 @@ class _Lattice:
         self.volume = functools.reduce(np.multiply.outer, lengths, np.ones((), np.int64)).reshape(-1)
 
     def pairs(self, grids: Sequence[Grid]) -> tuple[np.ndarray, np.ndarray]:
-        """Every cell with every shard that contains it."""
+        """Returns every cell with every shard that contains it."""
         cells: list[np.ndarray] = []
         shards: list[np.ndarray] = []
         for grid in grids:
@@ -341,9 +341,9 @@ class _Lattice:
         return (cells[0], shards[0]) if pairs is None else (pairs[0], pairs[1])
 
     def merged(self, steps: Sequence[_Delivery]) -> tuple[np.ndarray, ...]:
-        """Cells that go the same way as few boxes, joined along one axis after the other, the last axis first.
+        """Merges cells that go the same way into few boxes, along one axis after the other, the last axis first.
 
-        Returns hop, sender, receiver, start and stop of each.
+        Returns hop, sender, receiver, start and stop of each box.
         """
         ndim = len(self.shape)
         cell = np.concatenate([step.wants.cell for step in steps])

@@ -32,14 +32,14 @@ class Grid:
     shards: np.ndarray
 
     def within(self, points: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """On each axis, which of these points are in the grid."""
+        """Returns, for each axis, which of these points are in the grid."""
         return [
             np.flatnonzero((axis_points >= starts[0]) & (axis_points < max(stop, starts[0] + 1)))
             for axis_points, starts, stop in zip(points, self.starts, self.stop, strict=True)
         ]
 
     def at(self, points: Sequence[np.ndarray]) -> np.ndarray:
-        """The shards that hold the cells whose lowest corners form this lattice, one row a cell."""
+        """Returns the shards that hold the cells with this lattice of lowest corners, one row a cell."""
         index = np.zeros((), np.int64)
         for starts, axis_points in zip(self.starts, points, strict=True):
             cell = np.searchsorted(starts, axis_points, side="right") - 1
@@ -71,7 +71,7 @@ class Layout:
 
 
 def cuts(sharding: Placement, shape: Shape) -> Shape | None:
-    """Into how many parts each axis is cut (the least common multiple over groups), None if it is not regular."""
+    """Returns how many parts each axis has (the least common multiple over groups), None if they are not regular."""
     if isinstance(sharding, (HostMemory, EveryHost, SingleDeviceSharding)):
         return (1,) * len(shape)
     if isinstance(sharding, MpmdSharding):
@@ -96,7 +96,7 @@ def _named_cuts(sharding: NamedSharding, ndim: int) -> Shape:
 
 @functools.lru_cache(maxsize=65536)
 def unit_shape(shape: Shape, *all_cuts: Shape | None) -> Shape:
-    """The smallest shape on which both layouts can be written; `shape` itself if one of them is not regular."""
+    """Returns the smallest shape on which both layouts can be written; `shape` itself if one of them is not regular."""
     if any(c is None for c in all_cuts) or 0 in shape:
         return shape
     return tuple(math.lcm(*(c[axis] for c in all_cuts if c is not None)) for axis in range(len(shape)))
@@ -104,7 +104,7 @@ def unit_shape(shape: Shape, *all_cuts: Shape | None) -> Shape:
 
 @functools.lru_cache(maxsize=4096)
 def layout(sharding: Placement, shape: Shape) -> Layout:
-    """The shards of an array of this shape under a sharding of any kind.
+    """Returns the shards of an array of this shape under a sharding of any kind.
 
     Raises:
         ValueError: the sharding does not fit the shape.
@@ -136,7 +136,7 @@ def _grid(indices: tuple[int, ...], boxes: tuple[Box, ...]) -> Grid:
     cells: dict[Shape, list[int]] = {}
     for i in indices:
         cells.setdefault(boxes[i].start, []).append(i)
-    # Sorted by corner is the row-major order of the grid.
+    # Sorting by corner yields the row-major order of the grid.
     rows = [cells[corner] for corner in sorted(cells)]
     num_replicas = len(rows[0])
     assert all(len(row) == num_replicas for row in rows), "a sharding with unequal numbers of replicas"

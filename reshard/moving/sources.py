@@ -24,7 +24,7 @@ class Movement(NamedTuple):
     Attributes:
         sender, receiver, hop: as in `Route`.
         from_device, to_device: where these shards are.
-        box, into: what is sent, in its shard and in the one that it goes to, in elements of the array.
+        box, into: the box of the sent shard, and the box of the shard that it goes to, in elements of the array.
         nbytes: its bytes.
     """
 
@@ -39,14 +39,14 @@ class Movement(NamedTuple):
 
 
 def ways_of(route: Route, scale: tuple[int, ...], itemsize: int) -> list[Movement]:
-    """The way of each piece of an array's route: the same for all arrays of one route and shape."""
+    """Returns the way of each piece of an array's route: the same for all arrays of one route and shape."""
     starts, stops = route.start.tolist(), route.stop.tolist()
     boxes = [Box(tuple(a), tuple(b)).scaled(scale) for a, b in zip(starts, stops, strict=True)]
     return [_way_of(route, scale, itemsize, piece, box) for piece, box in enumerate(boxes)]
 
 
 def _way_of(route: Route, scale: tuple[int, ...], itemsize: int, piece: int, box: Box) -> Movement:
-    """The way of a box of the array, which is a piece of its route or a chunk of one."""
+    """Returns the way of a box of the array, which is a piece of its route or a chunk of one."""
     sender, receiver, hop = int(route.sender[piece]), int(route.receiver[piece]), int(route.hop[piece])
     source = route.target if hop else route.source
     held, wanted = source.boxes[sender].scaled(scale), route.target.boxes[receiver].scaled(scale)
@@ -62,11 +62,11 @@ class MovingArray:
     Attributes:
         planned: its description and its route.
         source: where it comes from.
-        shards: the single-device arrays of the source; None for those that are freed or of other processes.
+        shards: the single-device arrays of the source; None for freed ones and for ones of other processes.
         sinks: the target shards that are being filled.
         parts: the target shards that are complete.
-        left: how many pieces have not left yet.
-        kept: for each target shard that stays in place its source shard.
+        left: the number of pieces that have not left yet.
+        kept: for each target shard that stays in place, its source shard.
         stays: these source shards.
     """
 
@@ -86,13 +86,13 @@ class MovingArray:
         return self.planned.leaf.path or "the array"
 
     def pieces(self, batch: Batch) -> np.ndarray:
-        """The number of the piece of each part of a batch."""
+        """Returns the piece number of each part of a batch."""
         if batch.chunks:
             return np.array([chunk.piece for chunk in batch.chunks], np.int64)
         return np.arange(len(self.planned.route.hop)) if batch.pieces is None else batch.pieces
 
     def ways(self, batch: Batch) -> Iterable[Movement]:
-        """The ways of the parts of a batch."""
+        """Returns the ways of the parts of a batch."""
         kind = (self.planned.route, self.planned.scale, self.planned.leaf.dtype.itemsize)
         if batch.chunks:
             return (_way_of(*kind, chunk.piece, chunk.box) for chunk in batch.chunks)
@@ -107,7 +107,7 @@ class Sources:
         self._donate = donate
         self._arrays = arrays
         self._users = Counter(id(array.source) for array in arrays)  # how many of the arrays are made of each
-        self._reads: Counter[tuple[int, int]] = Counter()  # of each shard: how many pieces have still to leave
+        self._reads: Counter[tuple[int, int]] = Counter()  # for each shard, how many pieces have still to leave
         self._started: set[int] = set()
         self._leaving: list[tuple[MovingArray, int]] = []
         self._consumed: set[int] = set()
@@ -123,7 +123,7 @@ class Sources:
             self._reads[id(array.source), int(shard)] += int(count)
 
     def start(self, array: MovingArray) -> None:
-        """Frees the shards that nobody reads, just before the first one that somebody reads leaves."""
+        """Frees the shards that nobody reads, just before the first shard that is read leaves."""
         if id(array) in self._started:
             return
         self._started.add(id(array))
@@ -132,11 +132,11 @@ class Sources:
                 self._free(array, shard)
 
     def leave(self, array: MovingArray, shard: int) -> None:
-        """A piece of a shard is under way."""
+        """Records that a piece of a shard is in flight."""
         self._leaving.append((array, shard))
 
     def settle(self) -> None:
-        """All pieces that were under way have arrived."""
+        """Records that all pieces in flight have arrived."""
         for array, shard in self._leaving:
             key = (id(array.source), shard)
             self._reads[key] -= 1
@@ -157,7 +157,7 @@ class Sources:
             data.delete()
 
     def take_over_kept(self) -> None:
-        """Shards that stay in place: taken over by their new arrays, or copied if the source lives on."""
+        """Lets new arrays take over the shards that stay in place, or copies these if the source lives on."""
         taken: list[Kept] = []
         for array in self._arrays:
             frees = self._frees(array)
@@ -172,18 +172,18 @@ class Sources:
         take_over(taken)
 
     def delete(self) -> None:
-        """Deletes the sources, when all has arrived."""
+        """Deletes the sources after everything has arrived."""
         for array in self._arrays if self._donate else ():
             delete(array.source)
 
     def _is_consumed(self, array: MovingArray) -> bool:
-        """Whether a shard has been freed, or taken over by a new array."""
+        """Returns whether a shard has been freed, or taken over by a new array."""
         kept = (array.shards[s] for s in array.kept.values())
         gone = any(isinstance(data, jax.Array) and data.is_deleted() for data in kept)
         return id(array.source) in self._consumed or gone
 
     def what_is_left(self) -> str:
-        """Which sources are still valid, after an error."""
+        """Says which sources are still valid, after an error."""
         gone = [array.name for array in self._arrays if self._is_consumed(array)]
         valid = [array.name for array in self._arrays if not self._is_consumed(array)]
         lines = ["the reshard failed on the way; see the error above."]
@@ -194,13 +194,13 @@ class Sources:
 
 
 def delete(source: Shard) -> None:
-    """Deletes an array; the memory of a numpy array is its owner's."""
+    """Deletes an array, but leaves the memory of a numpy array to its owner."""
     if not isinstance(source, np.ndarray) and not source.is_deleted():
         source.delete()
 
 
 def _shards(source: Shard, planned: PlannedArray) -> list[Shard | None]:
-    """The single-device arrays of the source, in the order of its layout; None for those of other processes."""
+    """Returns the single-device arrays of the source, in the order of its layout; None for those of other processes."""
     layout = planned.route.source
     if isinstance(source, np.ndarray):
         return [source if is_local(memory) else None for memory in layout.devices]
