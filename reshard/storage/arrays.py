@@ -1,4 +1,4 @@
-"""An array in files, as everything that reads one sees it, and how much is read at a time."""
+"""The interface of an array in files for everything that reads one, and limits on how much is read at a time."""
 
 import asyncio
 import collections
@@ -30,7 +30,7 @@ class StoredArray(Protocol):
     def chunk(self) -> tuple[int, ...]: ...
 
     async def read(self, box: Box) -> np.ndarray:
-        """The values of a box.
+        """Reads the values of a box.
 
         Raises:
             ValueError, OSError: they cannot be read.
@@ -39,11 +39,11 @@ class StoredArray(Protocol):
 
 
 class Reads:
-    """Counts the bytes that are read: of safetensors for each file, of an Orbax checkpoint for each array.
+    """A counter of the bytes read: of safetensors for each file, of an Orbax checkpoint for each array.
 
     Attributes:
         by_name: the bytes, by the name of the file or array.
-        nbytes_expected: of the arrays that have been opened, how much will be read.
+        nbytes_expected: the bytes that will be read of the arrays opened so far.
     """
 
     def __init__(self) -> None:
@@ -66,11 +66,11 @@ class Reads:
 
 
 def plan_reads(wanted: Iterable[Box], chunk_shape: tuple[int, ...]) -> list[tuple[Box, tuple[Box, ...]]]:
-    """The boxes that one process reads, each with the wanted boxes inside it.
+    """Returns the boxes that one process reads, each with the wanted boxes inside it.
 
-    What is stored is cut into chunks, and a chunk is read as a whole. So boxes that share chunks are joined, where
-    reading them together needs no more memory than one by one: each chunk is read once for each process, not once for
-    each of its devices.
+    A stored array is cut into chunks, and a chunk is read as a whole. So boxes that share chunks are joined, if reading
+    them together needs no more memory than one by one: each chunk is read once for each process, not once for each of
+    its devices.
     """
     reads: list[tuple[Box, tuple[Box, ...]]] = []
     for box in dict.fromkeys(box for box in wanted if box.size):
@@ -88,7 +88,7 @@ def _joinable(a: Box, b: Box, chunk_shape: tuple[int, ...]) -> bool:
 
 
 class ByteLimit:
-    """Bytes that may be held at once (None: any). Who wants more waits; what is larger than all goes alone.
+    """A limit on the bytes held at once (None: no limit). Others wait their turn; more than the limit goes alone.
 
     Attributes:
         peak: the most that were held.
@@ -139,9 +139,9 @@ class ZarrArray:
 
 
 def _mapped(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Memory of its own, which begins with a page: a CPU device takes it over as it is, where it copies other memory.
+    """Allocates memory that begins with a page: a CPU device takes it over as it is, where it copies other memory.
 
-    numpy's own asks for huge pages, which the system may first have to put together.
+    numpy's own allocation asks for huge pages, which the system may first have to put together.
     """
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.ndarray(shape, dtype, memory)

@@ -1,4 +1,4 @@
-"""Casts values, where none may be lost."""
+"""Casts values; losing one is an error."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from mpmd.errors import ReshardError
 
 @functools.lru_cache(maxsize=64)
 def _largest(dtype: np.dtype) -> float | None:
-    """What is cut to the largest value of a dtype that has no infinity, from here on; None of other dtypes."""
+    """Returns from where on values are cut to the largest one of a dtype without infinity; None for other dtypes."""
     if not jnp.issubdtype(dtype, np.floating) or not np.isfinite(np.array(np.inf).astype(dtype)):
         return None
     about = jnp.finfo(dtype)
@@ -20,10 +20,10 @@ def _largest(dtype: np.dtype) -> float | None:
 
 
 def copy_cast(data: np.ndarray, view: np.ndarray, name: str | Callable[[], str]) -> None:
-    """Copies values, cast to the dtype of where they go.
+    """Copies values into a view, cast to its dtype.
 
     Args:
-        name: of the array, or what finds it.
+        name: the name of the array, or a function that returns it.
 
     Raises:
         ReshardError: finite values do not fit that dtype.

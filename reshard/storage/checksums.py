@@ -1,8 +1,8 @@
 """Writes and compares checksums, so that a damaged file is an error and not a wrong number.
 
 Neither Zarr 2 nor OCDBT stores a checksum of the data, and a compressor notices only some of the bits that flip. So
-beside the arrays, in a folder that other readers of the checkpoint do not look into, each process leaves the sums of
-the boxes that it wrote: of chunks, which storage reads as a whole anyway. A box is checked whenever it is read.
+each process writes the sums of its boxes into a folder next to the arrays, which other readers of the checkpoint
+ignore. The boxes are made of chunks, which storage reads as a whole anyway. A box is checked whenever it is read.
 """
 
 import asyncio
@@ -19,21 +19,21 @@ from reshard.places import bytes_of
 from scheduler.base.files import parse_json
 
 FOLDER = "reshard_checksums"
-FILES = "crc32_of_process_{}.json"  # an older format had other sums, in files of other names; they are not looked at
+FILES = "crc32_of_process_{}.json"  # an older format had other sums, in files of other names, which are ignored
 
 Sums = Mapping[str, Sequence[tuple[Box, int]]]
 
 
 def checksum(array: np.ndarray, before: int = 0) -> int:
-    """The CRC-32 of an array's bytes in C order; `before` is that of bytes that come before them.
+    """Returns the CRC-32 of an array's bytes in C order; `before` is the CRC-32 of bytes that come before them.
 
-    It is meant for accidents, not for attacks.
+    It detects accidents, not attacks.
     """
     return zlib.crc32(bytes_of(array).data, before)
 
 
 async def write(folder: File, process: int, parts: Iterable[tuple[str, Iterable[tuple[Box, np.ndarray]]]]) -> None:
-    """Leaves the sums of what a process writes of each array."""
+    """Writes the sums of the boxes that a process writes of each array."""
     found = await asyncio.to_thread(
         lambda: {
             name: [[*zip(box.start, box.stop, strict=True), checksum(x)] for box, x in boxes] for name, boxes in parts
@@ -47,7 +47,7 @@ async def write(folder: File, process: int, parts: Iterable[tuple[str, Iterable[
 
 
 async def read(folder: File) -> Sums:
-    """The sums that all processes left, by the names of the arrays; nothing for a checkpoint without them.
+    """Reads the sums of all processes, by the names of the arrays; empty for a checkpoint without them.
 
     Raises:
         ReshardError: a file of sums is damaged; names it.
@@ -70,12 +70,12 @@ async def read(folder: File) -> Sums:
 
 
 def rounded_out(box: Box, sums: Iterable[tuple[Box, int]]) -> Box:
-    """The box with all of the boxes that it touches, which must be read for it to be checked."""
+    """Returns the box with all checksummed boxes that it touches, which must be read for it to be checked."""
     return Box.bounding([box, *(part for part, _ in sums if (part & box).size)])
 
 
 def damaged(data: np.ndarray, box: Box, sums: Iterable[tuple[Box, int]]) -> Box | None:
-    """The first box inside of what was read that is not what was written."""
+    """Returns the first box inside the read one with other values than were written; None if there is none."""
     for part, total in sums:
         if part in box and checksum(data[part.relative_to(box).slices]) != total:
             return part

@@ -1,4 +1,4 @@
-"""Reads YAML and JSON that others wrote: one that is too large or nested too deeply is an error, not a hang."""
+"""Reads YAML and JSON that others wrote: a document that is too large or too deeply nested is an error, not a hang."""
 
 from collections.abc import Mapping
 from pathlib import Path as File
@@ -13,14 +13,14 @@ _MOST_ENTRIES = 100_000
 
 
 def read_document(file: str | File, what: str) -> object:
-    """What is in a file: JSON if its name says so, otherwise YAML.
+    """Returns the content of a file: as JSON if its name says so, otherwise as YAML.
 
     Args:
         file: the file.
-        what: what it should be, as messages call it: "a layout".
+        what: the expected content, for messages: "a layout".
 
     Raises:
-        ReshardError: it cannot be read, is neither YAML nor JSON, or too large.
+        ReshardError: the file cannot be read, is neither YAML nor JSON, or is too large.
     """
     file = File(file)
     try:
@@ -38,7 +38,7 @@ def read_document(file: str | File, what: str) -> object:
 
 
 def _is_large(document: object) -> bool:
-    """Whether it has too many entries when each alias is written out; YAML's aliases make a few lines endless."""
+    """Returns whether a document has too many entries with its aliases expanded; a few lines of YAML can be endless."""
     left, num_entries = [document], 0
     while left and num_entries <= _MOST_ENTRIES:
         value = left.pop()

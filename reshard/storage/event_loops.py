@@ -1,4 +1,4 @@
-"""Ends event loops without the complaints of storage that is still at work on them."""
+"""Ends event loops without complaints from storage that is still working on them."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine on a loop of its own. After an error or Ctrl-C, what it has begun is ended before the loop.
+    """Runs a coroutine on a loop of its own. After an error or Ctrl-C, its tasks are ended before the loop.
 
-    Where a loop is running already (in a notebook), the new one runs in another thread.
+    If a loop is running already (in a notebook), the new one runs in another thread.
     """
     if not _is_running():
         return _run(coroutine)

@@ -22,12 +22,12 @@ def find(folder: str | os.PathLike[str], step: int | None = None, item: str | No
     """Opens a checkpoint folder, a folder of a `CheckpointManager` (its latest step), or one of its steps.
 
     Args:
-        folder: what was given to `save`, or to the manager.
+        folder: the folder that was passed to `save`, or to the manager.
         step: which step, if it is a manager's folder.
         item: which of a step's items, if there are several trees.
 
     Raises:
-        ReshardError: it is none of these, is unfinished, or its metadata cannot be read; the folder is named.
+        ReshardError: the folder is none of these, is unfinished, or its metadata cannot be read; names the folder.
     """
     path = absolute(folder)
     if is_folder(path):
@@ -46,7 +46,7 @@ def find_by_path(folder: str | os.PathLike[str]) -> Checkpoint:
     """Opens the checkpoint that a path names, without a choice of steps.
 
     Raises:
-        MissingCheckpoint: there is no finished checkpoint; says what is there.
+        MissingCheckpoint: there is no finished checkpoint; lists what the folder has.
         ReshardError: its metadata cannot be read.
     """
     path = absolute(folder)
@@ -60,7 +60,7 @@ def find_by_path(folder: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _find(folder: File, step: int | None, item: str | None, by_path: bool) -> _Tree:
-    """The folder of a tree, the item and the step that it is, and the other items of the step."""
+    """Returns the folder of a tree, the item and the step that it is, and the other items of the step."""
     if not folder.exists():
         raise MissingCheckpoint(f"there is no checkpoint at {folder}.{_hint_beside(folder)}")
     if not folder.is_dir():
@@ -87,8 +87,8 @@ def _find(folder: File, step: int | None, item: str | None, by_path: bool) -> _T
 
 
 def _is_finished(folder: File) -> bool:
-    """Whether Orbax says so: in a store of objects, which has no rename, by a file."""
-    import orbax.checkpoint as ocp  # a second, which `python -m reshard inspect` does not need
+    """Returns whether Orbax has finished a folder: in an object store, which has no rename, a file shows it."""
+    import orbax.checkpoint as ocp  # takes a second, and `python -m reshard inspect` does not need it
 
     return ocp.utils.is_checkpoint_finalized(folder)
 
@@ -103,7 +103,7 @@ def _hint_beside(folder: File) -> str:
 
 
 def _what_it_is(folder: File) -> str:
-    """A folder without a tree, items and steps."""
+    """Describes a folder that has no tree, items or steps."""
     names = sorted(entry.name for entry in folder.iterdir())
     if inside := [name for name in names if (folder / name / METADATA).exists()]:
         return f"it has checkpoints in it, {', '.join(inside)}; give the path of one of them."
@@ -112,7 +112,7 @@ def _what_it_is(folder: File) -> str:
 
 
 def _items(folder: File) -> tuple[str, ...]:
-    """The trees of one step. What has Orbax's second metadata file itself is a checkpoint of its own, not an item."""
+    """Returns the trees of one step. A folder with Orbax's second metadata file is a checkpoint itself, not an item."""
     is_step = (folder / _CHECKPOINT_METADATA).is_file()
     return tuple(
         sorted(
@@ -124,7 +124,7 @@ def _items(folder: File) -> tuple[str, ...]:
 
 
 def steps(folder: File) -> dict[int, File]:
-    """The steps in a `CheckpointManager`'s folder, by their names."""
+    """Returns the steps in a `CheckpointManager`'s folder, by their names."""
     found = {}
     for entry in folder.iterdir():
         named = _STEP.fullmatch(entry.name)

@@ -38,7 +38,7 @@ class TensorFolder(Checkpoint):
     """The tensors of a folder, or of one file.
 
     Attributes:
-        tensors: by path, the file and where it is there.
+        tensors: by path, the file of a tensor and its place there.
     """
 
     tensors: Mapping[Path, tuple[File, Tensor]] = dataclasses.field(default_factory=dict, repr=False)
@@ -72,7 +72,7 @@ class TensorArray:
 
 
 def path_of(name: str) -> Path:
-    """A tensor's name as a path.
+    """Returns a tensor's name as a path.
 
     Example:
         >>> [key.name for key in path_of("model.layers.0.weight")]
@@ -83,12 +83,12 @@ def path_of(name: str) -> Path:
 
 
 def natural(path: Path) -> list[tuple[int, str]]:
-    """What sorts paths as people do: layer 10 after layer 9."""
+    """Returns a key that sorts paths as people do: layer 10 after layer 9."""
     return [(int(k.name) if re.fullmatch("[0-9]{1,9}", k.name) else -1, k.name) for k in path]
 
 
 def is_folder(path: File) -> bool:
-    """Whether it is a Hugging Face folder, or one safetensors file."""
+    """Returns whether a path is a Hugging Face folder, or one safetensors file."""
     if path.suffix == ".safetensors":
         return path.is_file()
     if not path.is_dir() or (path / METADATA).exists() or UNFINISHED in path.name:
@@ -97,7 +97,7 @@ def is_folder(path: File) -> bool:
 
 
 def open_folder(path: File) -> TensorFolder:
-    """Opens a folder, or one safetensors file. Reads headers alone.
+    """Opens a folder, or one safetensors file. Reads only headers.
 
     Raises:
         ReshardError: something is missing or damaged, in one line.
@@ -124,7 +124,7 @@ def open_folder(path: File) -> TensorFolder:
 
 
 def missing_weights(folder: File) -> str | None:
-    """Why a folder that has the config.json of a Hugging Face folder is none; None for any other folder."""
+    """Returns why a folder with the config.json of a Hugging Face folder is not one; None for any other folder."""
     if not (folder / CONFIG).is_file():
         return None
     if any(folder.glob("*.bin")):
@@ -146,7 +146,7 @@ def _leaf(path: Path, tensor: Tensor, file: str) -> Leaf:
 
 
 def _files(path: File) -> dict[str, set[str] | None]:
-    """The names of the files, and the tensors that each has to have; None if nothing says so."""
+    """Returns the names of the files, and the tensors that each must have; None if nothing says so."""
     if path.is_file():
         return {path.name: None}
     if (path / TENSORS_INDEX).exists():

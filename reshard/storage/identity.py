@@ -1,4 +1,4 @@
-"""A number for what a checkpoint holds: the same for a copy, and at any path; another for another step of a run."""
+"""A number for the content of a checkpoint: the same for a copy, and at any path; another for another step of a run."""
 
 import zlib
 from collections.abc import Iterable
@@ -8,15 +8,15 @@ from reshard.storage import checksums, event_loops
 from reshard.storage.huggingface import TensorFolder
 from reshard.storage.stored import Checkpoint
 
-# Of files without checksums so much is read: at so many places, so many bytes at each.
+# For files without checksums: the number of places that are read, and the bytes at each.
 _NUM_PLACES, _PLACE_NBYTES = 256, 256
 
 
 def identity(checkpoint: Checkpoint, leaves: Iterable[tuple[str, ...]]) -> int:
-    """A number for what is stored. It is cheap: it reads checksums, the index of the store, or samples of the files.
+    """Returns a number for the stored content. Cheap: reads checksums, the index of the store, or samples of the files.
 
     Args:
-        leaves: the keys of each leaf that is wanted; checksums of others do not count.
+        leaves: the keys of each wanted leaf; checksums of other leaves do not count.
     """
     if not isinstance(checkpoint, TensorFolder):
         sums, names = event_loops.run(checksums.read(checkpoint.folder)), sorted(set(map(".".join, leaves)))
@@ -37,7 +37,7 @@ def identity(checkpoint: Checkpoint, leaves: Iterable[tuple[str, ...]]) -> int:
 
 
 def _sampled(file: File, num_places: int) -> bytes:
-    """The size of a file, and what is in it at a few places, its ends among them."""
+    """Returns the size of a file, and its content at a few places, its ends among them."""
     nbytes = file.stat().st_size
     found = [str(nbytes).encode()]
     with file.open("rb") as opened:

@@ -22,7 +22,7 @@ Path = tuple[Key, ...]
 
 
 def show(path: Iterable[Key]) -> str:
-    """The path as text; a slash within a name is written %2F, and the root is a dot.
+    """Returns the path as text; a slash within a name is written %2F, and the root is a dot.
 
     Examples:
         >>> show((Key("params"), Key("enc/w"), Key("0", sequence=True)))
@@ -32,18 +32,18 @@ def show(path: Iterable[Key]) -> str:
 
 
 def dotted(path: Iterable[Key]) -> str:
-    """What Orbax calls an array, and Hugging Face a tensor: the names with dots between."""
+    """Returns Orbax's name of an array, and Hugging Face's name of a tensor: the names with dots between."""
     return ".".join(key.name for key in path)
 
 
 def parts_of(text: str) -> list[str]:
-    """The names of a path that is written as text."""
+    """Returns the names of a path that is written as text."""
     return [] if text == "." else [part.replace("%2F", "/") for part in text.split("/")]
 
 
 @functools.lru_cache(maxsize=4096)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a pattern.
+    """Returns the regular expression of a pattern.
 
     Raises:
         ValueError: the pattern is empty, has an empty part, or `{layer}` twice.
@@ -72,7 +72,7 @@ def _part(part: str) -> str:
 
 
 def matches(pattern: str, path: Iterable[Key]) -> re.Match[str] | None:
-    """Whether the pattern is that of this path, with its `{layer}` as group "layer".
+    """Matches a pattern against a path, with its `{layer}` as group "layer".
 
     Examples:
         >>> path = (Key("opt"), Key("mu"), Key("layers"), Key("3"), Key("w"))
@@ -83,7 +83,7 @@ def matches(pattern: str, path: Iterable[Key]) -> re.Match[str] | None:
 
 
 def within(pattern: str, path: Path) -> bool:
-    """Whether the pattern is that of this path or of a node above it.
+    """Returns whether the pattern matches this path or a node above it.
 
     Examples:
         >>> within("opt/*", (Key("opt"), Key("mu"), Key("w")))

@@ -1,8 +1,8 @@
 """The safetensors file: eight bytes of length, a header in JSON that says where each tensor is, and the tensors.
 
-The format is read and written here. The package `safetensors` maps files into memory, so that one which shrinks ends
-the process, and writes whole tensors from memory. Here any box of a tensor is read by its byte ranges, which are
-counted, and files are filled piece by piece, by several processes at once.
+The format is read and written here. The package `safetensors` maps files into memory, so that a file that shrinks
+kills the process, and it writes whole tensors from memory. Here any box of a tensor is read by its byte ranges, which
+are counted, and files are filled piece by piece, by several processes at once.
 """
 
 import dataclasses
@@ -66,10 +66,10 @@ class Tensor:
 
 
 def read_header(file: File) -> tuple[Tensor, ...]:
-    """The tensors of a file. Reads its header alone; all of it is checked.
+    """Reads the tensors of a file, from its header alone; checks all of the header.
 
     Raises:
-        ReshardError: it is no plain file, cannot be read, or its header is not that of such a file; in one line.
+        ReshardError: it is not a plain file, cannot be read, or has no valid header; in one line.
     """
     try:
         return tuple(_tensors(file))
@@ -128,7 +128,7 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
 
 
 def _open(file: File) -> tuple[int, int]:
-    """A descriptor and the size of a plain file; a pipe without a writer is not waited for."""
+    """Opens a plain file and returns a descriptor and the size; does not wait for a pipe without a writer."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     state = os.fstat(descriptor)
     if not stat.S_ISREG(state.st_mode):
@@ -138,7 +138,7 @@ def _open(file: File) -> tuple[int, int]:
 
 
 def _runs(box: Box, shape: Sequence[int], itemsize: int) -> tuple[np.ndarray, int]:
-    """Where the bytes of a box begin in an array in C order, and how many follow each other there."""
+    """Returns where the runs of a box's bytes begin in an array in C order, and the length of a run."""
     strides = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     axis, run = len(shape), itemsize
     while axis and (axis == len(shape) or box.shape[axis] == shape[axis]):
@@ -151,7 +151,7 @@ def _runs(box: Box, shape: Sequence[int], itemsize: int) -> tuple[np.ndarray, in
 
 
 def read_box(file: File, tensor: Tensor, box: Box) -> np.ndarray:
-    """The values of a box of a tensor: its bytes are read, and no others.
+    """Reads the values of a box of a tensor: its bytes and no others.
 
     Raises:
         OSError: they cannot be read, or the file has become shorter.
@@ -187,7 +187,7 @@ def write_box(descriptor: int, tensor: Tensor, box: Box, data: np.ndarray) -> No
 def transfer(
     call: Callable[[int, list[memoryview], int], int], descriptor: int, view: memoryview, offset: int, file: File | None
 ) -> None:
-    """Reads or writes all of it; the system may do less at a time."""
+    """Reads or writes all of `view`; the system may do less at a time."""
     while view:
         done = call(descriptor, [view], offset)
         if not done:
@@ -198,10 +198,10 @@ def transfer(
 def header_of(
     tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, tuple[Tensor, ...]]:
-    """The first bytes of a file, length and header, and where its tensors go.
+    """Returns the first bytes of a file, length and header, and the places of its tensors.
 
-    The order is that of the package `safetensors`: wide dtypes first, then by name. So what it wrote is written again
-    byte for byte.
+    The order is as in the package `safetensors`: wide dtypes first, then by name. So a file that the package wrote is
+    written again byte for byte.
     """
     order = list(NAMES)
     ordered = sorted(tensors, key=lambda t: (-order.index(t[1]), t[0]))

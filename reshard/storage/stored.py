@@ -1,7 +1,7 @@
-"""What is in a checkpoint, and an Orbax checkpoint as one: tree, shapes, dtypes and chunks.
+"""The content of a checkpoint, in particular of an Orbax checkpoint: tree, shapes, dtypes and chunks.
 
-Read from what lies on disk (Orbax's `_METADATA` and the headers of the zarr arrays), with tensorstore alone and
-without touching a byte of the arrays: an inspection of a terabyte takes as long as that of a megabyte.
+It is read from the disk (Orbax's `_METADATA` and the headers of the zarr arrays), with tensorstore alone and without
+touching a byte of the arrays: inspecting a terabyte takes as long as inspecting a megabyte.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ _NOT_STORED = ("uint2", "uint4", "float128", "complex256", "float8_e4m3", "float
 class Leaf:
     """One leaf as it is stored. A leaf that is no array (empty container, None, text) has only a path and a type.
 
-    `chunk` is the least that is read of it at once, `extra` what Orbax keeps beside it (the kind of a PRNG key). What
-    is in plain files, `files`, is read by its bytes: `chunk` is then a suggestion for how to cut it.
+    `chunk` is the least of it that is read at once, `extra` is Orbax's entry for it (the kind of a PRNG key). A leaf in
+    plain files, `files`, is read by its bytes: `chunk` is then only a suggestion for how to cut it.
     """
 
     path: Path
@@ -86,18 +86,18 @@ class Leaf:
 
     @property
     def read_chunk(self) -> tuple[int, ...]:
-        """What is read as a whole: of plain files, each element by itself."""
+        """The unit of a read: the chunk, or in plain files a single element."""
         return (1,) * len(self.shape) if self.files else self.chunk
 
     def cells(self, box: Box) -> Box:
-        """The part of the array that its chunks make of a box: what is really read when the box is wanted."""
+        """Returns the part of the array in chunks that a box touches: the part that is really read for the box."""
         return box.aligned(self.read_chunk) & Box.whole(self.shape)
 
     def cells_nbytes(self, box: Box) -> int:
         return self.cells(box).nbytes(self.itemsize)
 
     def slabs(self, box: Box, nbytes: int) -> Iterator[Box]:
-        """The box in parts that are read within so many bytes each, or chunk by chunk."""
+        """Cuts the box into parts that are read within so many bytes each, or into chunks."""
         if self.cells_nbytes(box) <= nbytes:
             yield box
         elif self.files:
@@ -137,7 +137,7 @@ class Checkpoint:
         return _read_json(self.folder / "_strings.json")
 
     def spec(self, path: Path) -> dict[str, Any]:
-        """What tensorstore needs to open one array; it opens nothing for writing."""
+        """Returns the spec with which tensorstore opens one array, only for reading."""
         root = f"{self.folder}/" if "://" in str(self.folder) else f"file://{quote(str(self.folder))}/"
         name = dotted(path) + "/" if path else ""
         if self.ocdbt:
@@ -154,12 +154,12 @@ class Checkpoint:
         }
 
     async def array(self, path: Path, context: ts.Context, reads: Reads) -> StoredArray:
-        """Opens one array; what is read of it is counted."""
+        """Opens one array; its reads are counted."""
         opened = await ts.open(self.spec(path), read=True, open=True, context=context)
         return ZarrArray(opened, show(path), reads)
 
     def text(self, path: Path) -> str:
-        """The value of a leaf that is text.
+        """Returns the value of a leaf that is text.
 
         Raises:
             ReshardError: it cannot be read.
@@ -172,7 +172,7 @@ class Checkpoint:
 
 
 def absolute(path: str | os.PathLike[str]) -> File:
-    """The path of a folder: absolute, unless it is in a store of objects (`gs://…`); its methods are the same."""
+    """Returns a folder's path: absolute, unless it is in an object store (`gs://…`); its methods are the same."""
     return epath.Path(path) if "://" in str(path) else File(path).expanduser().absolute()  # pyright: ignore
 
 
@@ -206,7 +206,7 @@ def open_tree(
 
 
 def value_types(folder: File) -> dict[tuple[str, ...], str]:
-    """The names of a tree's leaves, empty containers apart, and the types that Orbax has written for them.
+    """Returns the names of a tree's leaves, without empty containers, and the types that Orbax has written for them.
 
     Raises:
         ReshardError: the metadata cannot be read.
@@ -227,7 +227,7 @@ def _read_json(file: File) -> Any:
 
 
 def _check_files(folder: File) -> None:
-    """Tensorstore would wait for ever for a pipe that nobody writes to."""
+    """Refuses pipes: tensorstore would wait for ever for a pipe that nobody writes to."""
     for place, _, names in os.walk(folder):
         for name in names:
             file = os.path.join(place, name)
@@ -248,7 +248,7 @@ def _leaf(entry: Any) -> Leaf:
 
 
 def extras(folder: File) -> dict[str, str]:
-    """What Orbax keeps beside arrays, as JSON: for a typed PRNG key its kind."""
+    """Returns Orbax's entries for arrays, as JSON: for a typed PRNG key its kind."""
     found = {}
     for file in sorted((folder / "array_metadatas").glob("process_*")):
         try:
@@ -262,9 +262,9 @@ def extras(folder: File) -> dict[str, str]:
 
 
 def reading_context(cache_nbytes: int, index_nbytes: int = _INDEX_NBYTES) -> ts.Context:
-    """Where tensorstore keeps what it has read: so many bytes of chunks, and of OCDBT's index what is used often.
+    """Returns a cache for tensorstore: so many bytes of chunks, and the parts of OCDBT's index that are used often.
 
-    It reads no more files at a time than there are cores: fewer chunks are on their way, in memory that is used again.
+    It reads no more files at a time than there are cores: fewer chunks are in flight, and their memory is used again.
     """
     return ts.Context(
         {
@@ -290,7 +290,7 @@ async def open_array(
 
 
 async def _with_headers(checkpoint: Checkpoint) -> list[Leaf]:
-    """The leaves; arrays with what their headers say, and what Orbax keeps beside them."""
+    """Returns the leaves; arrays with the content of their headers, and Orbax's entries for them."""
     context, beside = reading_context(0), extras(checkpoint.folder)
     slots = asyncio.Semaphore(_OPEN_AT_ONCE)
 
@@ -319,13 +319,13 @@ async def _awaited(awaitable: Awaitable[T]) -> T:
 
 
 def said(error: BaseException) -> str:
-    """An error's first line, without what storage adds: ` [tensorstore_spec='…']`, positions in source files."""
+    """Returns an error's first line, without storage's additions: ` [tensorstore_spec='…']`, places in source files."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return re.split(r"\s*\[(?:source locations|[a-z_]+=)", text)[0].removesuffix(".") or type(error).__name__
 
 
 def fault_of_type(shape: Sequence[int], dtype: DTypeLike) -> str | None:
-    """Why an array of this type cannot be in a checkpoint; None if it can."""
+    """Returns why an array of this type cannot be in a checkpoint; None if it can."""
     known = any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
     if not known or str(dtype) in _NOT_STORED:
         return f"{type_text(shape, dtype)} is of a dtype that Orbax does not store"

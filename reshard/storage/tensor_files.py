@@ -1,4 +1,4 @@
-"""Writes a Hugging Face folder piece by piece: files of full size first, then any box by anybody, the index last."""
+"""Writes a Hugging Face folder piece by piece: full-size files first, then any box by any process, the index last."""
 
 import dataclasses
 import json
@@ -32,11 +32,11 @@ Described = tuple[str, np.dtype, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class TensorTarget:
-    """How to make a folder.
+    """The options of a new folder.
 
     Attributes:
-        beside: a folder whose other files, such as config.json, are copied; tensors are divided among files as there.
-        file_nbytes: how large a file may be.
+        beside: a folder to copy other files from, such as config.json; tensors are divided among files as there.
+        file_nbytes: the largest size of a file.
     """
 
     beside: File | None = None
@@ -45,13 +45,13 @@ class TensorTarget:
 
 @dataclasses.dataclass(frozen=True)
 class TensorFiles:
-    """Which tensor goes where: for each file its first bytes and its tensors. `beside` is that of `TensorTarget`."""
+    """The place of each tensor: for each file its first bytes and its tensors. `beside` is as in `TensorTarget`."""
 
     files: Mapping[str, tuple[bytes, tuple[Tensor, ...]]]
     beside: File | None = None
 
     def finish(self, folder: File) -> None:
-        """Adds what says that the folder is complete: the other files of a folder, then the index.
+        """Completes the folder: adds the other files of `beside`, then the index.
 
         Raises:
             OSError: something cannot be written.
@@ -98,7 +98,7 @@ class TensorWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Makes what was written last through a crash of the machine, unless it has failed, and closes the files."""
+        """Closes the files. If the block has not failed, first makes them survive a crash of the machine."""
         for descriptor in self._descriptors:
             try:
                 if kind is None:
@@ -111,7 +111,7 @@ def plan_folder(arrays: Iterable[Leaf], target: TensorTarget) -> TensorFiles:
     """Divides the tensors that arrays become among files.
 
     Raises:
-        ReshardError: some cannot be tensors; lists them.
+        ReshardError: some arrays cannot be tensors; lists them.
     """
     faults, found = [], dict[str, Described]()
     for leaf in arrays:
@@ -143,8 +143,8 @@ def plan_files(
 
     Args:
         tensors: name, dtype and shape of each.
-        file_nbytes: how many bytes of tensors a file has at most, unless it has one tensor alone.
-        like: the file of each tensor in another folder; it is followed if it has the same tensors.
+        file_nbytes: the most bytes of tensors in a file, unless it has only one tensor.
+        like: the file of each tensor in another folder; it is followed if that folder has the same tensors.
     """
     ordered = sorted(tensors, key=lambda tensor: natural(path_of(tensor[0])))
     if like is not None and like.keys() == {name for name, _, _ in ordered}:
@@ -167,10 +167,10 @@ def plan_files(
 
 
 def file_of_each_tensor(folder: File) -> dict[str, str] | None:
-    """Which file of a folder holds which tensor; None if it holds none.
+    """Returns the file of each tensor of a folder; None if the folder has no tensors.
 
     Raises:
-        ReshardError: what it holds is damaged.
+        ReshardError: the folder is damaged.
     """
     if not is_folder(folder):
         return None

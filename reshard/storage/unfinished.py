@@ -1,4 +1,4 @@
-"""A folder that is written beside its place and renamed at the end: there is a whole one, or none."""
+"""A folder that is written next to its place and renamed at the end: there is a complete folder, or none."""
 
 import contextlib
 import errno
@@ -14,15 +14,15 @@ class UnfinishedFolder:
     """A folder of one writer, or of the processes of one job.
 
     Attributes:
-        target: where it is to be.
-        folder: where it is written: beside it, with `suffix`.
+        target: the final path.
+        folder: the path while it is written: next to the target, with `suffix`.
     """
 
     def __init__(self, target: File, suffix: str):
         self.target, self.folder = target, target.parent / f"{target.name}{suffix}"
 
     def remove(self) -> None:
-        """Removes what has been written so far; repeatedly, because storage may still be writing."""
+        """Removes everything written so far; repeatedly, because storage may still be writing."""
         for _ in range(20 if self.folder != self.target else 0):
             found = list(self.target.parent.glob(glob.escape(self.folder.name) + "*"))
             if not found:
@@ -32,13 +32,13 @@ class UnfinishedFolder:
             time.sleep(0.05)
 
     def rename(self, lasting: bool = False) -> int:
-        """Puts it in place: 0, or the number of the error; it is removed then.
+        """Puts the folder in place and returns 0. If that fails, removes it and returns the number of the error.
 
-        EEXIST: something is there already. A folder that is not empty is never replaced by a rename.
+        EEXIST: the target exists already. A folder that is not empty is never replaced by a rename.
 
         Args:
-            lasting: whether to wait until it would be there after a crash of the machine. On many file systems that
-                takes as long as writing all that has been written and is not on the disk yet.
+            lasting: whether to wait until it would survive a crash of the machine. On many file systems that takes as
+                long as writing all data that is not on the disk yet.
         """
         try:
             written = os.stat(self.folder)
@@ -58,7 +58,7 @@ class UnfinishedFolder:
 
     @contextlib.contextmanager
     def removed_on_error(self) -> Iterator[None]:
-        """Removes it if the block fails or is interrupted."""
+        """Removes the folder if the block fails or is interrupted."""
         try:
             yield
         except BaseException:

@@ -1,7 +1,7 @@
 """Versions between jobs: one publishes them at an address, any number of others subscribe, whenever they start.
 
-Every process that publishes serves its own part. That with the lowest rank listens at the address, and tells a
-subscriber where the others are.
+Every process that publishes serves its own part. The process with the lowest rank listens at the address, and tells
+a subscriber where the others are.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from reshard.trees import broadcast, sharding_of
 _EVERYWHERE = ("", "0.0.0.0", "::", "*")
 
 
-# What this process serves at each address, for as long as it lives: a sender for each name.
+# The senders of this process at each address, by name; they live as long as the process.
 _published: dict[str, tuple[ShelfServer, dict[str, Sender]]] = {}
 
 
@@ -31,20 +31,20 @@ _published: dict[str, tuple[ShelfServer, dict[str, Sender]]] = {}
 def publish(name: str, tree: PyTree, version: int, *, address: str, token: str) -> None:
     """Publishes a version of a tree for other jobs; starts its copies to the memory of the host, and returns.
 
-    The next step may be called at once, also where it is donated the arrays. All processes of the job call it alike.
-    Subscribers read from the copies, and delay nobody; each one that is at it may hold one version more in memory.
-    Who has no token is refused, but what is sent is not encrypted.
+    The next step may be called at once, even if the arrays are donated to it. All processes of the job call it alike.
+    Subscribers read from the copies and delay nobody; each subscriber that is reading may keep one more version in
+    memory. Without the token a subscriber is refused, but the data is not encrypted.
 
     Args:
-        name: of the tree; an address may have several.
+        name: the tree's name; an address may have several trees.
         tree: arrays on devices, of the same types and shardings in each call.
         version: 0 or more, each larger than the one before.
-        address: `host:port`. The process with the lowest rank of those that have some of the tree listens there, the
-            others on a free port of the same interface or, on other hosts, of the interface that their own call names.
+        address: `host:port`. Of the processes that have a part of the tree, the lowest rank listens there, the others
+            on a free port of the same interface or, on other hosts, of the interface that their own call names.
         token: a secret that the subscribers know, the same in all calls.
 
     Raises:
-        ReshardError: there is no token, the address cannot be used, the tree is not one of arrays on devices, or the
+        ReshardError: there is no token, the address cannot be used, the tree is not a tree of arrays on devices, or the
             version is not newer.
     """
     host, port = _checked(address, token, "publish")
@@ -60,7 +60,7 @@ def publish(name: str, tree: PyTree, version: int, *, address: str, token: str) 
     server, senders = _published[address]
     if server.token != token:
         raise ReshardError(f"publish: {address} was opened with another token.")
-    if name in senders and not senders[name].is_current:  # the others go on with who knows nothing of it
+    if name in senders and not senders[name].is_current:  # a replacement process does not know the old one
         senders.pop(name).close()
     if name not in senders:
         senders[name] = _new_sender(name, job, ranks, server)
@@ -81,7 +81,7 @@ def _opened(host: str, port: int, token: str) -> ShelfServer:
 
 
 def _new_sender(name: str, job: Job | None, ranks: Sequence[int], server: ShelfServer) -> Sender:
-    """Serves versions of one more tree."""
+    """Starts to serve versions of one more tree."""
     what, peers = f"publish: {name}", []
     if job is None or len(ranks) < 2:
         sender = Sender(what, job, ranks or (0,), "", keeps_all=False)
@@ -101,14 +101,14 @@ def subscribe(address: str, like: PyTree, shardings: PyTree, *, token: str) -> S
     """Subscribes to a tree that another job publishes, of any size and layout.
 
     Args:
-        address: `host:port`, as it was given to `publish`, or `host:port/name` where several trees are published.
+        address: the `host:port` of `publish`, or `host:port/name` where several trees are published.
         like: a pytree of `jax.ShapeDtypeStruct` or arrays with the names of the published ones; floats are cast to its
             dtypes before they are sent.
         shardings: the same tree of shardings, `MpmdSharding` or JAX's, or a prefix of it.
         token: the publisher's secret.
 
     Raises:
-        ReshardError: there is no token, the address is none, or something is no sharding.
+        ReshardError: there is no token, the address is not valid, or something is not a sharding.
     """
     placed = broadcast(shardings, like, "shardings")
     leaves, treedef = jax.tree.flatten(like)
@@ -132,10 +132,10 @@ def subscribe(address: str, like: PyTree, shardings: PyTree, *, token: str) -> S
 
 
 def _checked(address: object, token: object, name: str) -> tuple[str, int]:
-    """Host and port of an address.
+    """Returns host and port of an address.
 
     Raises:
-        ReshardError: it names no interface, or there is no token.
+        ReshardError: the address names no interface, or there is no token.
     """
     if not isinstance(token, str) or not token:
         raise ReshardError(

@@ -1,7 +1,7 @@
 """Reads a version from the shelves of all its senders, and makes arrays of it.
 
-What is read is planned once: of the boxes that the devices of this process want, what does not lie here, each byte
-once. All receivers of a stream take the same version, and have all of it before any of them goes on.
+The reads are planned once: each byte once of the boxes that this process's devices want and that do not lie here.
+All receivers of a stream take the same version, and have all of it before any of them continues.
 """
 
 import json
@@ -37,31 +37,31 @@ from scheduler.base.texts import first_of
 _PART_NBYTES = 16 << 20
 _WAIT_S = 1.0
 _PAUSE_S = 0.2
-_VERDICT_S = 45.0  # for the watchdog to say which process was lost, before this one says what it has seen
+_VERDICT_S = 45.0  # for the watchdog to name the lost process, before this process reports its own error
 
 
 T = TypeVar("T")
 
 
 def is_place(x: object) -> bool:
-    """Whether it says where a tensor goes: a sharding, or a description that has one."""
+    """Returns whether a value says where a tensor goes: a sharding, or a description that has one."""
     return is_sharding(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def shown(ranks: Iterable[int]) -> str:
-    """Ranks in words."""
+    """Returns ranks in words."""
     return " and ".join(f"rank {rank}" for rank in ranks)
 
 
 class _ReceivePlan:
-    """What this process reads of every version that is described like this.
+    """The reads of this process for every version with these descriptions.
 
     Args:
-        descriptions: of each sender.
-        near: the number of the one that is this process, and the boxes that lie here; None if it sends nothing.
-        places: where the tensors go, a tree that may end early.
-        names: as of `stream`.
-        part_nbytes: so much is read at once.
+        descriptions: one from each sender.
+        near: this process's number as a sender, and the boxes that lie here; None if it sends nothing.
+        places: where the tensors go, a pytree or a prefix of one.
+        names: as in `stream`.
+        part_nbytes: the bytes that are read at once.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class _ReceivePlan:
         return parts
 
     def _holders(self, leaf: int, box: Box) -> list[tuple[int, Box]]:
-        """Who gives which part of a box: this process what lies here, then the others the rest, each byte once."""
+        """Divides a box among senders: this process for the part that lies here, then the others, each byte once."""
         rest, found = [box], []
         near = [] if self._near is None else [(self._near[0], b) for b in self._near[1].get(leaf, ())]
         for sender, held in (*near, *self._given.get(leaf, ())):
@@ -112,7 +112,7 @@ class _ReceivePlan:
         return found
 
     def buffers(self) -> dict[tuple[int, Box], np.ndarray]:
-        """Memory for all that this process wants."""
+        """Allocates memory for everything that this process wants."""
         return {
             (target, box): aligned_empty(box.shape, jnp.dtype(about.dtype))
             for target, about in enumerate(self._targets)
@@ -120,12 +120,12 @@ class _ReceivePlan:
         }
 
     def tree(self, buffers: Mapping[tuple[int, Box], np.ndarray]) -> PyTree:
-        """The tree of arrays, when all parts are in their places."""
+        """Returns the tree of arrays, when all parts are in their places."""
         arrays: list[object] = []
         for target, (about, place) in enumerate(zip(self._targets, self._placed, strict=True)):
             boxes = self._wanted[target]
             for i, box in enumerate(boxes):
-                for other in boxes[:i]:  # what two boxes have is read once
+                for other in boxes[:i]:  # the common part of two boxes is read once
                     if (common := box & other).size:
                         from_other = buffers[target, other][common.relative_to(other).slices]
                         buffers[target, box][(*common.relative_to(box).slices, ...)] = from_other
@@ -136,7 +136,7 @@ class _ReceivePlan:
 def _matched(
     made: Mapping[str, tuple[KeptLeaf, Origins]], tree: str | None, places: PyTree, same: bool
 ) -> tuple[TreeDef, list[jax.sharding.Sharding], list[tuple[KeptLeaf, Origins]]]:
-    """The structure of the received tree, and for each of its leaves the sharding and what it is made of."""
+    """Returns the structure of the received tree, and for each of its leaves the sharding, tensor and origins."""
     found, treedef = jax.tree_util.tree_flatten_with_path(places, is_leaf=is_place)
     names, placed = [name_of(path) for path, _ in found], [place for _, place in found]
     sent = _sent(made, names)
@@ -172,7 +172,7 @@ def _matched(
 
 
 def _sent(made: Mapping[str, object], names: Sequence[str]) -> dict[str, str]:
-    """For each wanted tensor the sent one: that of its name, else one whose name is written in the other way."""
+    """Maps each wanted tensor to the sent one of its name, or else of its name in the other notation."""
     found = {name: name for name in names if name in made}
     left = {_slashed(name): name for name in made if name not in found}
     for name in names:
@@ -182,7 +182,7 @@ def _sent(made: Mapping[str, object], names: Sequence[str]) -> dict[str, str]:
 
 
 def _slashed(name: str) -> str:
-    """Dots and slashes are alike: tensors of a folder are named with the ones, or nested."""
+    """Writes dots as slashes: tensors of a folder are named with dots, or nested."""
     return name.replace(".", "/")
 
 
@@ -191,7 +191,7 @@ def _is_described(place: object) -> TypeGuard[jax.ShapeDtypeStruct]:
 
 
 def _as_wanted(about: KeptLeaf, place: object) -> tuple[KeptLeaf, str | None]:
-    """A tensor as it arrives, and why it cannot."""
+    """Returns a tensor's description as it arrives, and why it cannot arrive (None if it can)."""
     dtype: Any = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
     shape = keys.shape_of_data(about.shape, dtype)
     if not _is_described(place):
@@ -219,12 +219,12 @@ class Subscription:
     """Versions of a tree as this process receives them, together with the other receivers: each whole, and the newest.
 
     Args:
-        what: what it is, for messages.
-        job, ranks: the processes, and those that receive.
-        senders: those of the same job that send; none if it is another job.
-        connect: gives the shelves of all senders, the first of which tells of new versions.
-        places, names: as of `stream`.
-        part_nbytes: so much is read at once; None is 16 MiB.
+        what: its name in messages.
+        job, ranks: the processes, and the ranks that receive.
+        senders: the ranks of the same job that send; none if another job sends.
+        connect: returns the shelves of all senders; the first one announces new versions.
+        places, names: as in `stream`.
+        part_nbytes: the bytes that are read at once; None is 16 MiB.
     """
 
     def __init__(
@@ -257,20 +257,20 @@ class Subscription:
     @compat.api_boundary
     @compat.no_mesh()
     def receive(self, *, wait: bool = True) -> tuple[PyTree, int] | None:
-        """Receives the newest version that all senders have, once; those between are skipped.
+        """Receives the newest version that all senders have, once; versions in between are skipped.
 
-        All processes that have a target device call it alike, and get the same version. What was dispatched before
-        runs on meanwhile. After an error what was received before is as good as it was: go on with it, and ask again.
+        All processes that have a target device call it alike, and get the same version. Work dispatched before runs on
+        meanwhile. After an error, trees received before are still valid: continue with them, and call again.
 
         Args:
-            wait: for a version that is newer than the last one; else the answer is None where there is none. (What a
-                job publishes that was started again is new, whatever its number.)
+            wait: whether to wait for a version newer than the last one; otherwise returns None if there is none. (All
+                versions of a publishing job that was restarted are new, whatever their numbers.)
 
         Returns:
             The tree in the target shardings, and its version.
 
         Raises:
-            ReshardError: this process has no target, what is sent does not fit, or another job does not publish, is
+            ReshardError: this process has no target, the sent tree does not fit, or another job does not publish, is
                 lost on the way, or has another token: in one line.
         """
         if not self.receives:
@@ -286,7 +286,7 @@ class Subscription:
             raise ReshardError(f"{self._what}: {error}")
         if version is None or read is None:
             return None
-        with suppress(OSError):  # the version is here; the next call finds out
+        with suppress(OSError):  # the version is here; the next call will notice
             for shelf in self._shelves:
                 shelf.hold(None)
         self._last = version
@@ -301,7 +301,7 @@ class Subscription:
         self._shelves = []
 
     def _try(self, act: Callable[[], T]) -> tuple[T | None, str | None]:
-        """What it gives, or what went wrong; all receivers are told before any of them raises."""
+        """Returns the result of `act`, or its error as text; all receivers learn of it before any of them raises."""
         try:
             return act(), None
         except ReshardError as error:
@@ -322,12 +322,12 @@ class Subscription:
         return nullcontext() if self._job is None else self._job.activity.during("reading", text, ranks)
 
     def _moves(self, text: str) -> None:
-        """This process does not stand still, whatever it waits for."""
+        """Reports that this process makes progress, whatever it waits for."""
         if self._job is not None:
             self._job.activity.say("reading", text)
 
     def _agree(self, what: str, version: int | None, error: str | None) -> tuple[int | None, str | None]:
-        """The version of the first receiver, and the first error of any."""
+        """Returns the version of the first receiver, and the first error of any."""
         if self._job is None or len(self._ranks) == 1:
             return version, error
         said = self._job.exchange(f"{what} of {self._what}", json.dumps([version, error]), self._ranks)
@@ -342,7 +342,7 @@ class Subscription:
         return self._shelves
 
     def _choose(self, wait: bool) -> int | None:
-        """The newest version that all senders have; it is held by all of them from here on."""
+        """Chooses the newest version that all senders have; all of them hold it from here on."""
         text = f"a version after {self._last} of {self._what}"
         with self._waiting(text, self._senders):
             first, *others = self._connected()
@@ -358,9 +358,9 @@ class Subscription:
                     self._moves(text)
 
     def _read(self, version: int) -> tuple[_ReceivePlan, dict[tuple[int, Box], np.ndarray]]:
-        """Everything that this process wants of a version that is held."""
+        """Reads everything that this process wants of a held version."""
         text = f"version {version} of {self._what}"
-        with self._waiting(text):  # of no rank: the senders may have come to the end of their programs
+        with self._waiting(text):  # waits for no rank: the senders may have come to the end of their programs
             shelves = self._connected()
             descriptions = [told for shelf in shelves if (told := shelf.hold(version)) is not None]
             if len(descriptions) < len(shelves):

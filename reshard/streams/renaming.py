@@ -1,4 +1,4 @@
-"""What each received tensor is made of: the sent one of its name, or what a mapping says."""
+"""The origins of each received tensor: the sent tensor of its name, or those that a mapping names."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,14 +11,14 @@ from mpmd.errors import ReshardError
 from mpmd.resilience.layout import SHARED, KeptLeaf
 
 Names = str | Path | Mapping  # a mapping file, or its content
-# What a part of a sent box is in the received tensor: the part, its box there, and how the axes change.
+# Maps a box of a sent tensor to the received one: each part, its box there, and how the axes change.
 Moves = Callable[[Box], Iterator[tuple[Box, Box, Any]]]
-# For a box of the received tensor: the sent tensors and their boxes that it is made of.
+# Maps a box of a received tensor to the sent tensors and their boxes that it is made of.
 Origins = Callable[[Box], Iterator[tuple[int, Box, Moves]]]
 
 
 def identity(leaves: Sequence[KeptLeaf]) -> dict[str, tuple[KeptLeaf, Origins]]:
-    """Each tensor as it is."""
+    """Returns each tensor as it is."""
 
     def origins(leaf: int) -> Origins:
         return lambda box: iter([(leaf, box, lambda part: iter([(part, part, None)]))])
@@ -27,13 +27,13 @@ def identity(leaves: Sequence[KeptLeaf]) -> dict[str, tuple[KeptLeaf, Origins]]:
 
 
 def renamed(leaves: Sequence[KeptLeaf], names: Names) -> dict[str, tuple[KeptLeaf, Origins]]:
-    """The tensors that a mapping makes of the sent ones, in the direction that fits.
+    """Returns the tensors that a mapping makes from the sent ones, in the direction that fits.
 
     Args:
         names: a mapping file as for checkpoints, by name or path, or its content.
 
     Raises:
-        ReshardError: it is no mapping, or fits in neither direction.
+        ReshardError: it is not a mapping, or fits in neither direction.
     """
     from reshard.edits.entries import Entry, Origin
     from reshard.edits.mapped import exported, imported

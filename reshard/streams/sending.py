@@ -25,7 +25,7 @@ from reshard.streams.shelf import Shelf, Shelved
 from reshard.trees import broadcast, fault_of_sharding, flatten, sharding_of
 
 _POLL_S = 0.005
-_PATIENCE_S = 0.2  # after which a wait for others is one that a report shows
+_PATIENCE_S = 0.2  # reports show a wait for others after this time
 _AT_EXIT_S = 10.0
 
 
@@ -33,11 +33,11 @@ class Sender:
     """Sends the versions of one tree.
 
     Args:
-        what: what it is, for messages.
+        what: its name in messages.
         job: the processes; None if this one is alone.
-        ranks: those that send, this one among them.
-        folder: of the key-value store, for this sender alone.
-        keeps_all: whether all that this process has lies on its shelf (it receives, too), or what it gives to others.
+        ranks: the ranks that send, this one among them.
+        folder: a folder of the key-value store, for this sender alone.
+        keeps_all: whether the shelf has all boxes of this process (because it receives, too), or only those for others.
     """
 
     def __init__(self, what: str, job: Job | None, ranks: Sequence[int], folder: str, keeps_all: bool):
@@ -58,7 +58,7 @@ class Sender:
     def send(self, tree: PyTree, shardings: PyTree, version: int) -> None:
         """Starts the copies of a version and returns.
 
-        Waits first until all senders have the version before on their shelves, which no receiver can delay.
+        Waits first until all senders have the previous version on their shelves, which no receiver can delay.
 
         Raises:
             ReshardError: the tree does not fit the shardings, or the version is not newer than the last one.
@@ -94,15 +94,15 @@ class Sender:
 
     @property
     def is_current(self) -> bool:
-        """Whether no rank was lost since it was made: others that were lost meanwhile do not know of it."""
+        """Whether no rank was lost since it was made: a replacement process does not know of it."""
         return self._job is None or self._job.epoch == self._epoch
 
     def check(self) -> None:
-        """Raises where a rank was lost.
+        """Raises an error if a rank was lost.
 
         Raises:
-            RankLostError: one was just now.
-            ReshardError: one was, and the others have gone on.
+            RankLostError: a rank was lost just now.
+            ReshardError: a rank was lost earlier, and the others have continued.
         """
         if self._job is not None:
             self._job.check()
@@ -110,7 +110,7 @@ class Sender:
             raise ReshardError(f"{self._what}: a rank was lost since it was opened; open it anew, in all processes.")
 
     def close(self) -> None:
-        """Ends the thread; nothing is sent after."""
+        """Ends the thread; nothing is sent afterwards."""
         self._is_closed = True
         self._due.put(None)
 
@@ -162,7 +162,7 @@ class Sender:
         self.shelf.close()
 
     def _wait_for_others(self, version: int) -> None:
-        """Returns when all senders have a version on their shelves."""
+        """Waits until all senders have a version on their shelves."""
         if self._job is None or len(self._ranks) == 1:
             return
         store = self._job.store
@@ -183,7 +183,7 @@ def _fits(leaf: jax.Array, sharding: jax.sharding.Sharding) -> bool:
 
 
 def _described(tree: PyTree, treedef: TreeDef) -> tuple[list[str], str | None]:
-    """The names of the tensors, and the structure of the tree where it is made of the containers that JAX knows."""
+    """Returns the names of the tensors, and the tree's structure if it is made of containers that JAX knows."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
     try:
         text = treedef.serialize_using_proto().hex()
@@ -193,7 +193,7 @@ def _described(tree: PyTree, treedef: TreeDef) -> tuple[list[str], str | None]:
 
 
 def name_of(path: Sequence[object]) -> str:
-    """The name of a tensor: `params/layers/0/w`."""
+    """Returns the name of a tensor: `params/layers/0/w`."""
     parts = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
     return "/".join(part.replace("/", "%2F") for part in parts) or "."
 
@@ -202,7 +202,7 @@ def _planned(
     names: Sequence[str], leaves: Sequence[jax.Array], placed: Sequence[jax.sharding.Sharding], rank: int,
     keeps_all: bool,
 ) -> tuple[StateLayout, list[object]]:  # fmt: skip
-    """The shards that this process copies, and the boxes that it gives to others: of each box one process does."""
+    """Returns the shards that this process copies, and the boxes that it sends to others. One process sends a box."""
     load: dict[int, int] = {}
     kept: list[KeptLeaf] = []
     given: list[object] = []

@@ -1,7 +1,7 @@
-"""Lets receivers of other processes read what lies on shelves: by TCP, for who knows the token, each part with its sum.
+"""Serves the shelves to receivers of other processes: by TCP, only with the token, each part with its checksum.
 
-The conversation is that of the keepers (`mpmd/resilience/keeper.py`): messages of JSON, and bytes behind them. What a
-connection holds is released when it ends, however it ends.
+The protocol is the keepers' (`mpmd/resilience/keeper.py`): JSON messages, each followed by bytes. A connection's
+held versions are released when it ends, however it ends.
 """
 
 import contextlib
@@ -24,23 +24,23 @@ from mpmd.resilience import keeper
 from reshard.places import bytes_of
 from reshard.streams.shelf import Shelf, Shelved
 
-# The other side is given so long to answer, or to take the next bytes.
+# The time that the other side has to answer, or to take the next bytes.
 _LIMIT_S = 60.0
 _PAUSE_S = 0.2
 _CHUNK = 4 << 20
 _BLOCK, _ROW = 1 << 20, 16 << 10
-_FORMAT = 3  # of what is said and sent; another one whenever that changes
+_FORMAT = 3  # of the protocol; changes whenever it does
 _PART = struct.Struct("!QI")
-_FAULT = (1 << 64) - 1  # in the place of a part's size: a text of so many bytes comes, which says why there is no part
+_FAULT = (1 << 64) - 1  # instead of a part's size: a text follows, with its length, which says why there is no part
 
 
 class SentPart(NamedTuple):
-    """What is read at once, and where it goes.
+    """The unit of a read, and where it goes.
 
     Attributes:
-        sender: its number.
-        leaf, box, dtype: which tensor of it, which box of that, and what it is cast to.
-        target, wanted, into: the received tensor, which of its boxes is filled, and where in that.
+        sender: the sender's number.
+        leaf, box, dtype: the tensor, the box of it, and the dtype that it is cast to.
+        target, wanted, into: the received tensor, the box of it that is filled, and the place in that box.
         origin: how the axes change, if they do.
     """
 
@@ -59,12 +59,12 @@ class SentPart(NamedTuple):
 
 
 class ShelfServer:
-    """Serves shelves by their names.
+    """A server of shelves by their names.
 
     Attributes:
-        token: who does not know it is refused.
-        address: `host:port`, where it listens.
-        bytes_sent: of tensors, to other processes.
+        token: a secret; receivers that do not know it are refused.
+        address: the `host:port` where it listens.
+        bytes_sent: bytes of tensors sent to other processes.
     """
 
     def __init__(self, host: str, port: int, token: str):
@@ -78,11 +78,11 @@ class ShelfServer:
         threading.Thread(target=self._accept, name="mpmd-stream", daemon=True).start()
 
     def serve(self, name: str, shelf: Shelf, peers: Sequence[str] = ()) -> None:
-        """Lets others read a shelf; `peers` are the servers that together have the versions, if they are several."""
+        """Lets others read a shelf; `peers` are the servers that together have the versions, if there are several."""
         self._shelves[name] = shelf, peers
 
     def close(self) -> None:
-        """Takes no more connections."""
+        """Accepts no more connections."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -112,7 +112,7 @@ class ShelfServer:
             keeper.send(connection, {"peers": peers})
             near = at_end.enter_context(contextlib.closing(NearShelf(shelf)))
             while True:
-                connection.settimeout(None)  # a receiver may rest
+                connection.settimeout(None)  # a receiver may be idle
                 message = keeper.receive(connection)
                 connection.settimeout(_LIMIT_S)
                 ask = message["ask"]
@@ -149,18 +149,18 @@ class ShelfServer:
 
 
 def _digest(*what: object) -> int:
-    """Begins the checksum of a part with what it is: that of another tensor, box, dtype or version is a wrong one."""
+    """Begins a part's checksum with its identity: it does not fit another tensor, box, dtype or version."""
     return zlib.crc32(repr(what).encode())
 
 
 def _checksum(data: np.ndarray, begun: int) -> int:
-    """The checksum of bytes: the CRC-32 of the sums of each block's columns, of 64 bits each.
+    """Returns the checksum of bytes: the CRC-32 of the sums of each block's columns, of 64 bits each.
 
-    It differs where one word does, and takes a third of the time of a CRC of all bytes, which was nearly half of the
+    It differs if one word does, and takes a third of the time of a CRC of all bytes, which was nearly half of the
     processor time of a stream.
     """
     total = begun
-    for first in range(0, data.nbytes, _BLOCK):  # which stays in the cache
+    for first in range(0, data.nbytes, _BLOCK):  # a block stays in the cache
         block = data[first : first + _BLOCK]
         rows = block.nbytes // _ROW
         columns = block[: rows * _ROW].view(np.uint64).reshape(rows, _ROW // 8)
@@ -193,7 +193,7 @@ class NearShelf:
 
     @property
     def boxes(self) -> dict[int, list[Box]]:
-        """For each tensor, what lies here."""
+        """Returns the boxes that lie here, for each tensor."""
         assert self.held is not None
         return {leaf: [box for box, _ in values] for leaf, values in self.held.values.items()}
 
@@ -207,17 +207,17 @@ class NearShelf:
 
 
 class FarShelf:
-    """A shelf of another process. Whatever fails is an OSError.
+    """A shelf of another process. All its failures are OSErrors.
 
     Args:
         address: `host:port` of the process's `ShelfServer`.
-        name: of the shelf; None for the only one.
+        name: the shelf's name; None for the only one.
 
     Attributes:
-        run: another one when the process was started again.
-        name: of the shelf.
+        run: changes when the process is restarted.
+        name: the shelf's name.
         peers: the servers that together have the versions; empty if this one has them whole.
-        bytes_received: of tensors.
+        bytes_received: bytes of received tensors.
     """
 
     def __init__(self, address: str, name: str | None, token: str):
@@ -243,10 +243,10 @@ class FarShelf:
             raise
 
     def versions(self, after: int, wait_s: float) -> list[int]:
-        """The versions after `after`; waits so long for one.
+        """Returns the versions after `after`; waits up to `wait_s` for one.
 
         Raises:
-            ReshardError: there is none to wait for: none will come.
+            ReshardError: no further version will come.
         """
         found = keeper.ask(self._socket, "versions", after=after, wait_s=wait_s)
         if "closed" in found:
@@ -254,13 +254,13 @@ class FarShelf:
         return found["versions"]
 
     def hold(self, version: int | None) -> str | None:
-        """Holds a version and no other: its description; None if it has gone. None holds none."""
+        """Holds a version and no other; returns its description, None if it is gone. None as the version holds none."""
         description = keeper.ask(self._socket, "hold", version=version)["description"]
         self._about = _digest(description, version)
         return description
 
     def read(self, parts: Sequence[tuple[SentPart, np.ndarray]]) -> None:
-        """Reads parts of the version that is held into their places.
+        """Reads parts of the held version into their places.
 
         Raises:
             ReshardError: values do not fit the dtype that was asked for.

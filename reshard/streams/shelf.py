@@ -1,4 +1,4 @@
-"""What a process keeps of the versions that it sends: copies in host memory, each until nobody can want it any more."""
+"""The versions that a process sends: copies in host memory, each kept until nobody can want it any more."""
 
 import json
 import threading
@@ -14,11 +14,11 @@ from reshard.storage.casts import copy_cast
 
 
 class Shelved(NamedTuple):
-    """What one process has of one version.
+    """One process's part of one version.
 
     Attributes:
-        version: which one.
-        description: the tree, its tensors and the boxes that this process gives to others, as JSON.
+        version: its number.
+        description: the tree, its tensors and the boxes that this process sends to others, as JSON.
         values: for each tensor, the boxes that lie here, and an array in the memory of the host for each.
     """
 
@@ -27,10 +27,10 @@ class Shelved(NamedTuple):
     values: dict[int, list[tuple[Box, object]]]
 
     def read(self, leaf: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """The values of a box in one piece of memory, cast to a dtype.
+        """Returns the values of a box in one piece of memory, cast to a dtype.
 
         Raises:
-            ReshardError: some are too large for it.
+            ReshardError: some values are too large for it.
         """
         held, value = next((held, value) for held, value in self.values.get(leaf, ()) if box in held)
         part = np.asarray(np.asarray(value)[box.relative_to(held).slices])
@@ -52,22 +52,22 @@ class Shelf:
         self._oldest_of_use = 0
 
     def put(self, shelved: Shelved) -> None:
-        """A version that this process has sent."""
+        """Adds a version that this process has sent."""
         with self._changed:
             self._versions[shelved.version] = shelved
             self._changed.notify_all()
 
     def drop_below(self, version: int) -> None:
-        """All senders have this version: older ones go, as soon as nobody holds them."""
+        """Drops versions older than this one, which all senders have, as soon as nobody holds them."""
         with self._changed:
             self._oldest_of_use = version
             self._drop()
 
     def versions(self, after: int, wait_s: float) -> list[int]:
-        """The versions after `after`; waits so long for one.
+        """Returns the versions after `after`; waits up to `wait_s` for one.
 
         Raises:
-            ReshardError: there is none to wait for: none will come.
+            ReshardError: no further version will come.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or any(v > after for v in self._versions), wait_s)
@@ -78,13 +78,13 @@ class Shelf:
             return []
 
     def close(self) -> None:
-        """No version will come."""
+        """Ends all waiting: no version will come any more."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def hold(self, version: int | None) -> Shelved | None:
-        """Keeps a version until it is released; None if it has gone."""
+        """Keeps a version until it is released, and returns it; None if it is gone."""
         with self._changed:
             shelved = None if version is None else self._versions.get(version)
             if shelved is not None:
@@ -92,7 +92,7 @@ class Shelf:
             return shelved
 
     def release(self, version: int) -> None:
-        """The inverse of `hold`."""
+        """Releases a version: the inverse of `hold`."""
         with self._changed:
             self._holds[version] -= 1
             self._drop()

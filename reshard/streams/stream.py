@@ -25,11 +25,11 @@ _NAME = "stream"
 class Stream(Subscription):
     """Versions of a tree of arrays, on their way from the processes that train to those that use them.
 
-    A receiver never delays a sender. Of a sender's own part of the tree there are at most three versions in the memory
-    of its host: one that is being read, the newest whole one, and one on its way there.
+    A receiver never delays a sender. A sender's host holds at most three versions of its part of the tree: one that is
+    being read, the newest whole one, and one on its way there.
 
     Attributes:
-        source_ranks, target_ranks: the processes that send, and those that receive.
+        source_ranks, target_ranks: the sending and the receiving processes.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Stream(Subscription):
             yield FarShelf(*self._doors[source]) if sender is None else NearShelf(sender.shelf)
 
     def _agreed(self, job: Job, ranks: list[int], given: tuple[object, ...]) -> dict[int, tuple[str, str, str]]:
-        """What opens the shelf of each sender; all processes were given the same.
+        """Returns address, name and token of each sender's shelf; checks that all processes were given the same.
 
         Raises:
-            ReshardError: they were given other shardings or names.
+            ReshardError: they were given different shardings or names.
         """
         told = jax.tree.map(str, given, is_leaf=is_place)
         digest = zlib.crc32(repr(told).encode())
@@ -96,8 +96,8 @@ class Stream(Subscription):
     def send(self, tree: PyTree, version: int) -> None:
         """Sends a version: starts its copies to the memory of the host, and returns.
 
-        The next step may be called at once, also where it is donated the arrays. If all senders have not got the
-        version before on their hosts yet, waits for that; never for a receiver. All senders send the same versions.
+        The next step may be called at once, even if the arrays are donated to it. Waits until all senders have the
+        previous version on their hosts, but never for a receiver. All senders send the same versions.
 
         Args:
             tree: the arrays, in the source shardings.
@@ -111,7 +111,7 @@ class Stream(Subscription):
         self._sender.send(tree, self._sources, version)
 
     def close(self) -> None:
-        """Ends this process's part; call it when the receivers have what they want."""
+        """Ends this process's part; call it when the receivers have received all that they need."""
         super().close()
         if self._sender is not None:
             self._sender.close()
@@ -120,10 +120,10 @@ class Stream(Subscription):
 
 
 def _plain(shardings: PyTree, name: str) -> tuple[PyTree, tuple[int, ...]]:
-    """The shardings without dtypes, and the processes of their devices.
+    """Returns the shardings without dtypes, and the processes of their devices.
 
     Raises:
-        ReshardError: some are none.
+        ReshardError: some are not shardings.
     """
     leaves, treedef = jax.tree.flatten(shardings, is_leaf=is_place)
     plain = [leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
@@ -136,7 +136,7 @@ def _plain(shardings: PyTree, name: str) -> tuple[PyTree, tuple[int, ...]]:
 
 
 def ranks_of_shardings(shardings: Iterable[jax.sharding.Sharding]) -> tuple[int, ...]:
-    """The processes of the devices of shardings."""
+    """Returns the processes of the devices of shardings."""
     devices = itertools.chain.from_iterable(sharding.device_set for sharding in set(shardings))
     return tuple(sorted({device.process_index for device in devices}))
 
@@ -151,20 +151,20 @@ def stream(
 ) -> Stream:
     """Opens a stream: versions of a tree flow from the source shardings to the target shardings, each whole.
 
-    Every process that has a device of either calls it, with the same arguments. Each byte that a process lacks is sent
-    to it once, in parts with checksums, from a copy in the memory of a sender's host.
+    Every process with a device in either of them calls it, with the same arguments. A process receives each byte that
+    it lacks once, in parts with checksums, from a copy in the memory of a sender's host.
 
     Args:
-        source_shardings: a pytree of shardings (`MpmdSharding` or JAX's), or a prefix of one, of what is sent.
+        source_shardings: where the sent tree is: a pytree of shardings (`MpmdSharding` or JAX's), or a prefix of one.
         target_shardings: where it goes, likewise. A leaf may be a `jax.ShapeDtypeStruct` with a sharding: floats are
-            cast to its dtype before they are sent. Give the whole tree where `names` is given, and where the sent
-            tree has nodes of classes of your own, named tuples (as Optax's states) or dicts with numbers as keys.
+            cast to its dtype before they are sent. Pass the whole tree if `names` is given, or if the sent tree has
+            nodes of your own classes, named tuples (like Optax's states) or dicts with numbers as keys.
         threshold: bytes that are read from a sender at once, also as text (`"64MiB"`); the default is 16 MiB.
-        names: how the sent tensors become the received ones: a mapping, by name, as a file or as what it holds, a
-            dict, as for checkpoints. None: by their names.
+        names: how the sent tensors become the received ones: a mapping as for checkpoints, by name, as a file, or its
+            content as a dict. None: by their names.
 
     Raises:
-        ReshardError: something is no sharding or no mapping, or processes call it with other arguments.
+        ReshardError: something is not a sharding or a mapping, or processes call it with different arguments.
 
     Examples:
         >>> import jax, jax.numpy as jnp, reshard
