@@ -22,7 +22,7 @@ named like tasks (2F0) will do too: its medians are taken."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Wrong arguments are an error like any other: one line, in JSON if that is asked for."""
+    """Reports wrong arguments like any other error: in one line, which is JSON if that is asked for."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}. See {self.prog} --help.")
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_size(options: argparse.Namespace) -> None:
-    """A task costs up to 1 ms in all."""
+    """Refuses sizes that would take too long: a task costs up to 1 ms in all."""
     stages = getattr(options, "stages", None) or getattr(options, "groups", None) or 1
     stages *= getattr(options, "stages_per_group", 1)
     microbatches = getattr(options, "microbatches", None) or 1

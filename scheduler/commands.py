@@ -25,7 +25,7 @@ from scheduler.timing.timeline import Timeline, critical_path_text, to_text
 
 
 def show(options: argparse.Namespace) -> int:
-    """One schedule, drawn."""
+    """Prints a picture of one schedule."""
     path = Path(options.schedule)
     if path.suffix == ".csv":
         schedule: Schedule = CustomSchedule.from_csv(path)
@@ -47,7 +47,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """A table of all built-in schedules."""
+    """Prints a table of all built-in schedules."""
     groups = options.groups or options.stages
     if groups is None or options.microbatches is None:
         raise ValueError("compare: give --stages (or --groups) and --microbatches.")
@@ -87,7 +87,7 @@ def compare(options: argparse.Namespace) -> int:
 def _comparison(
     num_groups: int, stages_per_group: int, num_microbatches: int, base: Costs, memory: float | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """The facts about each built-in schedule, shortest first; and those that are left out, with the reason."""
+    """Returns the facts about each built-in schedule, shortest first; and the schedules left out, with the reason."""
     rows, skipped = [], []
     for name, schedule in on_groups(num_groups, stages_per_group).items():
         costs = split_costs(base, schedule)
@@ -106,7 +106,7 @@ def _comparison(
 
 
 def search(options: argparse.Namespace) -> int:
-    """A better order than the built-in ones."""
+    """Prints a better order than the built-in ones."""
     latest, begun = ["starts"], time.monotonic()
     with waiting(lambda: (f"search: {latest[-1]}", min(1.0, (time.monotonic() - begun) / max(1e-9, options.seconds)))):
         found = investigate(
@@ -141,14 +141,14 @@ def search(options: argparse.Namespace) -> int:
 
 
 def _groups_of(placement: str | list[int], num_stages: int) -> int:
-    """How many groups a placement is for, if that is not said."""
+    """Returns the number of groups of a placement, for when it is not given."""
     if isinstance(placement, str):
         return num_stages // 2 if placement == "v" else num_stages
     return max(placement) + 1
 
 
 def check(options: argparse.Namespace) -> int:
-    """The proof that the orders of a file are right, or their faults."""
+    """Prints the proof that the orders of a file are right, or their faults."""
     schedule = CustomSchedule.from_csv(options.file)
     for name in ("stages", "groups", "microbatches"):
         found, wanted = getattr(schedule, f"num_{name}"), getattr(options, name)

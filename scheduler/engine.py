@@ -1,4 +1,4 @@
-"""Runs lists of work until each is through or has to wait: the one loop under every clock and every proof."""
+"""Runs lists of work until each ends or has to wait: the one loop under every clock and every proof."""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -11,18 +11,18 @@ Item = TypeVar("Item")
 def run_until_blocked(
     lists: Sequence[Sequence[Item]], do: Callable[[int, Item, Callable[[Event], None]], Event | None]
 ) -> list[int]:
-    """Does each list in order, as far as it can, and goes on with it each time that what it waits for has happened.
+    """Does each list in order as far as it can, and continues it each time that the event it waits for has happened.
 
-    Linear in what happens. It ends: a list only goes on after an event that it waited for, and an event wakes each list
-    once.
+    Linear in the number of events and items. It ends: a list continues only after an event that it waited for, and an
+    event wakes each list once.
 
     Args:
-        lists: What is to be done.
-        do: Does an item of a list, which is given by its number, and calls its third argument with each event that
-            happens; None then. Or, if the item has to wait, does nothing, and returns the event that it waits for.
+        lists: The items to do.
+        do: Does an item of a list, given by its number, calls its third argument with each event that happens, and
+            returns None. If the item has to wait, it does nothing and returns the event that the item waits for.
 
     Returns:
-        How far each list has come.
+        The number of items of each list that are done.
     """
     position = [0] * len(lists)
     waiting: dict[Event, list[int]] = {}
@@ -45,5 +45,5 @@ def run_until_blocked(
 
 
 def blocked(position: Sequence[int], lists: Sequence[Sequence[object]]) -> list[int]:
-    """The lists that have not come to their ends."""
+    """Returns the lists that have not come to their ends."""
     return [one for one, (at, own) in enumerate(zip(position, lists, strict=True)) if at < len(own)]

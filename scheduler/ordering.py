@@ -1,4 +1,4 @@
-"""Checks orders of tasks before anything is made of them: are they complete, and can they run?"""
+"""Checks orders of tasks before they are used: are they complete, and can they run?"""
 
 from array import array
 from collections import Counter
@@ -17,7 +17,7 @@ _MOST_SHOWN = 20  # faults in the message of an error
 
 @dataclass(frozen=True, eq=False)
 class LoopTasks(Set[Task]):
-    """Every task of a loop, in kinds F, R, I and W: a set that holds few numbers instead of millions of tasks.
+    """Every task of a loop, in kinds F, R, I and W: a set that stores a few numbers instead of millions of tasks.
 
     Attributes:
         recomputed: The stages that have an R.
@@ -30,7 +30,7 @@ class LoopTasks(Set[Task]):
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Those that every stage has."""
+        """The kinds that every stage has."""
         return ("F",) if self.forward_only else ("F", "I", "W")
 
     @property
@@ -66,11 +66,11 @@ class LoopTasks(Set[Task]):
 
 
 class Numbers:
-    """What runs each task of a loop, as a number.
+    """The number of whatever runs each task of a loop (a group or a unit).
 
     Attributes:
         of: For stage and kind (F, R, I or W) and then microbatch, the number; -1 for a task that nothing runs.
-        left: How many tasks nothing runs.
+        left: How many tasks have no number yet.
     """
 
     def __init__(self, tasks: LoopTasks, typecode: str = "q") -> None:
@@ -78,7 +78,7 @@ class Numbers:
         self.left = len(tasks)
 
     def add(self, task: Task, number: int) -> bool:
-        """Whether the task is one of the loop and has no number yet; it has one then."""
+        """Gives a task its number; returns False if the task is not one of the loop or has a number already."""
         stage, kind, microbatch = task
         for part in ("I", "W") if kind == "B" else (kind,):
             row = self.of.get((stage, part))
@@ -92,7 +92,7 @@ class Numbers:
 def coverage_faults(
     runs: Iterable[tuple[int, Task]], placement: Sequence[int], expected: Set[Task], where: str = ""
 ) -> list[str]:
-    """Missing, repeated and misplaced tasks among (group, task) pairs, as sentences."""
+    """Returns missing, repeated and misplaced tasks among (group, task) pairs, as sentences."""
     faults = []
     found: Counter[Task] = Counter()
     wholes: set[tuple[int, int]] = set()
@@ -132,12 +132,12 @@ def coverage_faults(
 
 
 def chain(num_stages: int) -> Reads:
-    """The graph of an ordinary pipeline: each stage reads the one before."""
+    """Returns the graph of an ordinary pipeline: each stage reads the one before."""
     return tuple((stage - 1,) if stage else () for stage in range(num_stages))
 
 
 def readers_of(reads: Reads) -> list[list[int]]:
-    """For each stage, the later ones that read it."""
+    """Returns, for each stage, the later stages that read it."""
     readers: list[list[int]] = [[] for _ in reads]
     for stage, own in enumerate(reads):
         for one in own:
@@ -146,7 +146,7 @@ def readers_of(reads: Reads) -> list[list[int]]:
 
 
 def graph_needs(reads: Reads | None, num_stages: int) -> Callable[[Task], list[Task]]:
-    """What each task waits for, in a chain (None) or where stages read these others: B or I of each reader."""
+    """Returns a function from a task to its needs, in a chain (None) or a graph of stages: B or I of each reader."""
     reads = chain(num_stages) if reads is None else reads
     readers = readers_of(reads)
 
@@ -166,7 +166,7 @@ def graph_needs(reads: Reads | None, num_stages: int) -> Callable[[Task], list[T
 
 
 def longest_paths(reads: Reads) -> list[int]:
-    """For each stage, how many stages the longest way from it to an end of the graph has, itself among them."""
+    """Returns, for each stage, how many stages the longest way from it to an end of the graph has, it among them."""
     found = [1] * len(reads)
     for stage in reversed(range(len(reads))):
         for one in reads[stage]:
@@ -175,7 +175,7 @@ def longest_paths(reads: Reads) -> list[int]:
 
 
 def paired(order: Sequence[Task], second: Mapping[Task, Task]) -> Iterable[tuple[Task, ...]]:
-    """The tasks of an order, each alone or with the one that it is fused with."""
+    """Yields the tasks of an order, each alone or with the task that it is fused with."""
     if not second:
         return zip(order)
     units: list[tuple[Task, ...]] = []
@@ -191,16 +191,16 @@ def paired(order: Sequence[Task], second: Mapping[Task, Task]) -> Iterable[tuple
 
 
 def recomputing(schedule: Schedule, num_microbatches: int, orders: Orders, stages: Set[int]) -> Orders:
-    """A schedule's orders with an R right before each I and B of some stages; of a fused pair, before the first.
+    """Returns a schedule's orders with an R right before each I and B of some stages; in a fused pair, before both.
 
-    R waits for no gradient: it runs while its group would wait for that of its I. At most the forward of a pair comes
-    between the two, so that what R makes lies for a short time.
+    R does not wait for a gradient: it runs while its group would wait for the gradient of its I. At most the forward
+    of a pair comes between the two, so the values that R makes are held for a short time.
     """
     return with_recomputing(orders, stages, schedule.fused(num_microbatches)) if stages else orders
 
 
 def with_recomputing(orders: Orders, stages: Set[int], fused: Pairs) -> Orders:
-    """The same as :func:`recomputing`, for orders and pairs at hand."""
+    """Returns the orders of :func:`recomputing`, from orders and pairs at hand."""
     second = dict(fused)
 
     def tasks(order: Sequence[Task]) -> Iterator[Task]:
@@ -212,9 +212,9 @@ def with_recomputing(orders: Orders, stages: Set[int], fused: Pairs) -> Orders:
 
 
 def deadlock(orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[Unit]]) -> str | None:
-    """Why groups that run these lists get stuck, as one sentence: which unit waits for which, round the cycle.
+    """Returns why groups that run these lists get stuck, as one sentence: which unit waits for which, round the cycle.
 
-    None if all of them come to their ends.
+    Returns None if all of them come to their ends.
     """
     done: set[Unit] = set()
 
@@ -257,7 +257,7 @@ def order_faults(
     forward_only: bool = False,
     reads: Reads | None = None,
 ) -> list[str]:
-    """Every fault of the orders of a pipeline: missing, repeated or misplaced tasks, and deadlock."""
+    """Returns every fault of a pipeline's orders: missing, repeated or misplaced tasks, and deadlock."""
     runs = [(group, task) for group, order in enumerate(orders) for task in order]
     faults = coverage_faults(runs, placement, LoopTasks(len(placement), num_microbatches, forward_only))
     present = {task for _, task in runs}
@@ -270,7 +270,7 @@ def order_faults(
 
 
 def raise_faults(subject: str, faults: Sequence[str]) -> None:
-    """Raises one error if there are faults. Its message lists the first twenty, its ``faults`` all of them."""
+    """Raises one error if there are faults. Its message lists the first twenty, its ``faults`` lists all of them."""
     if not faults:
         return
     lines = [f"  {fault}." for fault in faults[:_MOST_SHOWN]]

@@ -1,4 +1,4 @@
-"""A task, and what a schedule promises: one order of tasks for each group of devices."""
+"""A task, and the interface of a schedule: one order of tasks for each group of devices."""
 
 import operator
 import re
@@ -24,9 +24,9 @@ class Task(NamedTuple):
 
     Args:
         stage: The pipeline stage, from 0.
-        kind: ``F`` forward, ``B`` whole backward, or its two halves: ``I`` the gradient of the stage's input (what
-            the stage before waits for) and ``W`` the gradient of its weights (which nobody waits for). ``R`` computes
-            again what ``I`` and ``W`` need of the forward; schedules leave it out, see
+        kind: ``F`` forward, ``B`` whole backward, or its two halves: ``I`` the gradient of the stage's input (the stage
+            before waits for it) and ``W`` the gradient of its weights (nobody waits for it). ``R`` recomputes the
+            residuals of the forward that ``I`` and ``W`` need; schedules leave it out, see
             ``scheduler.ordering.recomputing``.
         microbatch: The microbatch, from 0.
 
@@ -44,7 +44,7 @@ class Task(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Task":
-        """The task that prints as ``text``; raises ValueError for anything else."""
+        """Returns the task that prints as ``text``; raises ValueError for anything else."""
         match = _TASK.fullmatch(text.strip())
         if match is None:
             raise ValueError(
@@ -55,14 +55,14 @@ class Task(NamedTuple):
 
     @property
     def parts(self) -> "tuple[Task, ...]":
-        """The task in kinds F, R, I and W: ``B`` stands for ``I`` and ``W``."""
+        """Returns the task in kinds F, R, I and W: ``B`` stands for ``I`` and ``W``."""
         if self.kind != "B":
             return (self,)
         return Task(self.stage, "I", self.microbatch), Task(self.stage, "W", self.microbatch)
 
 
 class Schedule:
-    """What every schedule offers: where stages live, and in which order each group runs its tasks.
+    """The interface of every schedule: where stages live, and in which order each group runs its tasks.
 
     A schedule is a frozen dataclass: equal arguments make equal schedules, and nothing is computed before ``orders``
     is called. To write one, subclass this and set the three attributes, or hand finished orders to
@@ -81,7 +81,7 @@ class Schedule:
     reads: Reads | None = None
 
     def orders(self, num_microbatches: int) -> Orders:
-        """For each group, its tasks in the order in which it runs them.
+        """Returns, for each group, its tasks in the order in which it runs them.
 
         Raises:
             ValueError: The schedule is not defined for this number of microbatches.
@@ -89,18 +89,18 @@ class Schedule:
         raise NotImplementedError
 
     def fused(self, num_microbatches: int) -> Pairs:
-        """The pairs of tasks, adjacent in an order, that should become one executable. By default none."""
+        """Returns the pairs of tasks, adjacent in an order, that should become one executable. By default none."""
         del num_microbatches
         return frozenset()
 
 
 def reads_of(schedule: Schedule) -> Reads | None:
-    """The graph of a schedule's stages; None for a chain, and for what is no subclass and says nothing of it."""
+    """Returns the graph of a schedule's stages; None for a chain, and for a class without `reads`."""
     return getattr(schedule, "reads", None)
 
 
 def check_schedule(owner: str, schedule: object) -> None:
-    """Raises a ValueError that names the argument if ``schedule`` is a name, a class, or no schedule at all."""
+    """Raises a ValueError that names the argument if ``schedule`` is a name, a class, or not a schedule at all."""
     if isinstance(schedule, type) or not (hasattr(schedule, "orders") and hasattr(schedule, "placement")):
         raise ValueError(
             f"{owner}: schedule is {schedule!r}; expected a schedule such as scheduler.OneFOneB(4). "
@@ -109,7 +109,7 @@ def check_schedule(owner: str, schedule: object) -> None:
 
 
 def check_count(owner: str, name: str, value: object) -> int:
-    """``value`` if it is a whole number of at least 1, else a ValueError that names the argument."""
+    """Returns ``value`` if it is a whole number of at least 1, else raises a ValueError that names the argument."""
     number = operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else None
     if number is None or number < 1:
         raise ValueError(f"{owner}: {name} is {value!r}; expected a whole number of at least 1.")
@@ -117,7 +117,7 @@ def check_count(owner: str, name: str, value: object) -> int:
 
 
 def per_group(name: str, value: float | Sequence[float], num_groups: int) -> tuple[float, ...]:
-    """One number for each group, from an argument that may also be one for all; a ValueError that names it if not."""
+    """Returns a number for each group, from one for each or one for all; a ValueError names a wrong argument."""
     if not isinstance(value, Sequence):
         return (value,) * num_groups
     if len(value) != num_groups:

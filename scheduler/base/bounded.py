@@ -7,7 +7,7 @@ _Value = TypeVar("_Value")
 
 
 class BoundedDict(dict[_Key, _Value]):
-    """The entries that came last, at most `most` of them."""
+    """A dict of the entries that came last, at most `most` of them."""
 
     def __init__(self, most: int):
         super().__init__()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Pauses Python's garbage collector: plans are many small objects that stay; it would rescan them."""
+    """Pauses Python's garbage collector, which would rescan the many small objects of a plan although they stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

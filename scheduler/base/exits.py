@@ -1,4 +1,4 @@
-"""Ends a command: with its status, and in peace where the reader of its output has gone."""
+"""Ends a command: with its status, and silently if the reader of its output has gone."""
 
 import os
 import sys

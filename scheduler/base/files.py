@@ -1,4 +1,4 @@
-"""Reads files that others wrote. One that is no plain file, too large or nested too deeply is an error, not a hang."""
+"""Reads files that others wrote. A file that is not plain, too large or nested too deeply is an error, not a hang."""
 
 import errno
 import json
@@ -11,13 +11,13 @@ MOST_NBYTES = 64 << 20
 
 
 def read_text(path: str | Path, most_nbytes: int = MOST_NBYTES) -> str:
-    """The text of a plain file, without a byte-order mark.
+    """Returns the text of a plain file, without a byte-order mark.
 
     Raises:
-        OSError: It cannot be read, is a pipe or a device, or holds more than ``most_nbytes``; with its name.
+        OSError: It cannot be read, is a pipe or a device, or holds more than ``most_nbytes``; names the file.
         UnicodeDecodeError: It is not UTF-8.
     """
-    mode = os.stat(path).st_mode  # before it is opened: a pipe without a writer would hold that up
+    mode = os.stat(path).st_mode  # before it is opened: opening a pipe without a writer would hang
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
@@ -30,7 +30,7 @@ def read_text(path: str | Path, most_nbytes: int = MOST_NBYTES) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Returns the value of a JSON text.
 
     Raises:
         ValueError: It is not JSON, or nested too deeply.

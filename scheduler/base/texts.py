@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Lines of aligned columns.
+    """Returns the lines of a table with aligned columns.
 
     Args:
         rows: The cells of each line.
@@ -24,7 +24,7 @@ def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
 
 
 def in_bytes(n: float) -> str:
-    """Bytes in decimal units.
+    """Returns bytes in decimal units.
 
     Examples:
       >>> in_bytes(7), in_bytes(131072), in_bytes(2.5e12)
@@ -34,7 +34,7 @@ def in_bytes(n: float) -> str:
 
 
 def in_flops(n: float) -> str:
-    """Floating-point operations in decimal units.
+    """Returns floating-point operations in decimal units.
 
     Examples:
       >>> in_flops(131072), in_flops(2.15e9), in_flops(2.5e16)
@@ -44,7 +44,7 @@ def in_flops(n: float) -> str:
 
 
 def _in(n: float, *units: str) -> str:
-    """A number in the first unit that suits it; each is a thousand of the one before."""
+    """Returns a number in the first unit that suits it; each unit is a thousand times the one before."""
     for unit in units[:-1]:
         if abs(n) < 1000:
             return f"{n:.3g} {unit}"
@@ -53,7 +53,7 @@ def _in(n: float, *units: str) -> str:
 
 
 def in_seconds(s: float) -> str:
-    """Seconds in the unit that suits them.
+    """Returns seconds in the unit that suits them.
 
     Examples:
       >>> in_seconds(2.5), in_seconds(0.0125), in_seconds(15e-6)
@@ -63,7 +63,7 @@ def in_seconds(s: float) -> str:
 
 
 def human(nbytes: float) -> str:
-    """Bytes as a person reads them.
+    """Returns bytes as a person reads them.
 
     Examples:
         >>> human(1536), human(7)
@@ -76,7 +76,7 @@ def human(nbytes: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, in words.
+    """Returns a number of things, in words.
 
     Examples:
         >>> counted(1, "array"), counted(2, "batch"), counted(2, "process"), counted(2, "entry"), counted(0, "axis")
@@ -88,22 +88,22 @@ def counted(number: int, noun: str) -> str:
 
 
 def type_text(shape: Sequence[int], dtype: object) -> str:
-    """A type as messages show it: `float32[2,3]`."""
+    """Returns a type as messages show it: `float32[2,3]`."""
     return f"{getattr(dtype, 'name', dtype)}[{','.join(map(str, shape))}]"
 
 
 def a(kind: type) -> str:
-    """`an int`, `a str`, for messages."""
+    """Returns `an int`, `a str`, for messages."""
     return f"a{'n' if kind.__name__[0] in 'aeiou' else ''} {kind.__name__}"
 
 
 def first_of(lines: Sequence[object], indent: str = "  ") -> str:
-    """The first eight lines of a list, each on its own and indented, and how many more there are."""
+    """Returns the first eight lines of a list, indented, one a line, and how many more there are."""
     more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
     return "\n".join(f"{indent}{line}" for line in [*lines[:8], *more])
 
 
 def bar(done: int, total: int) -> str:
-    """How far something is: a bar and a percentage."""
+    """Returns a bar and a percentage of the part that is done."""
     part = done / total if total else 1.0
     return "█" * int(part * 30) + "·" * (30 - int(part * 30)) + f" {part:4.0%}"

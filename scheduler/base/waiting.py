@@ -1,4 +1,4 @@
-"""A line while something takes long: how far it is, and about how long it still takes."""
+"""A status line for work that takes long: the progress, and about how long the work still takes."""
 
 import contextlib
 import os
@@ -11,22 +11,22 @@ from typing import TextIO
 _PATIENCE_S, _EVERY_S = 2.0, 0.5
 _LOGGED_EVERY_S = 10.0
 CLEAR = "\r\x1b[K"
-# What the launcher, Slurm, Open MPI and Kubernetes call the number of a process in its job.
+# The names that the launcher, Slurm, Open MPI and Kubernetes have for the number of a process in its job.
 _RANKS = ("MPMD_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
-# One line at a time: where one work is inside of another, the outer one's.
+# One line at a time: if one work is inside another, the line of the outer one.
 _LINE = threading.Lock()
 
 
 class Line:
-    """Shows what `state` says, from `begin` to `end`, once the work has taken a while.
+    """Shows the text of `state` in a line, from `begin` to `end`, once the work has taken a while.
 
-    On a terminal the line appears after two seconds, is renewed twice a second, and goes away at the end. Elsewhere,
-    such as in a log, a line is written every ten seconds. Of a job's processes, the first one writes to a log.
+    On a terminal the line appears after two seconds, is renewed twice a second, and disappears at the end. Elsewhere,
+    as in a log, a line is written every ten seconds. In a job, only the first process writes to a log.
 
     Args:
-        state: What is done, and which share of it, from 0 to 1; 0 if nobody knows. Another thread calls it.
-        stream: Where to; by default standard error.
+        state: Returns the text, and the share that is done, from 0 to 1 (0 if unknown). Another thread calls it.
+        stream: Where the line goes; by default standard error.
         patience_s: Seconds until the first line.
     """
 
@@ -42,13 +42,13 @@ class Line:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """The work begins. A second call does nothing."""
+        """Starts to wait for the first line. A second call does nothing."""
         if self._thread is None and (self._is_terminal or _is_first_rank()):
             self._thread = threading.Thread(target=self._show, args=(time.monotonic(),), daemon=True)
             self._thread.start()
 
     def end(self) -> None:
-        """The work is done."""
+        """Removes the line: the work is done."""
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -81,7 +81,7 @@ class Line:
 def waiting(
     state: Callable[[], tuple[str, float]], stream: TextIO | None = None, patience_s: float | None = None
 ) -> Iterator[None]:
-    """A `Line` while the block runs."""
+    """Shows a `Line` while the block runs."""
     line = Line(state, stream, patience_s)
     line.begin()
     try:
@@ -91,7 +91,7 @@ def waiting(
 
 
 def time_left(seconds: float, share: float) -> str:
-    """How long it still takes after so many seconds for this share, or how long it has taken; empty below a second.
+    """Returns the time left, after so many seconds for this share, or the time so far; empty below a second.
 
     Examples:
         >>> time_left(30.0, 0.25), time_left(300.0, 0.5), time_left(12.0, 0.0), time_left(0.1, 0.5)

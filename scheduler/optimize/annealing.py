@@ -18,21 +18,20 @@ Ints = MutableSequence[int]
 
 
 class Tables(NamedTuple):
-    """What the moves are made in.
+    """The data that moves change and read.
 
-    A task is a number: its kind's place in `_KINDS`, times stages and microbatches, plus its stage, times microbatches,
-    plus its microbatch.
+    A task is a number: ((kind's place in `_KINDS`) * stages + stage) * microbatches + microbatch.
 
     Attributes:
         sequence, best_sequence: All tasks, group after group, each group's in its order.
-        begin: For each group, where its tasks begin in the sequence; and where those of the last one end.
-        time, nbytes: For each task, its seconds, and what it adds to the memory of its group.
-        across, lag: The task of another stage that it waits for (-1: none), and the seconds of that result on its way.
+        begin: For each group, the place in the sequence where its tasks begin; at the end, the length of the sequence.
+        time, nbytes: For each task, its seconds, and the bytes that it adds to the memory of its group.
+        across, lag: The task of another stage that it waits for (-1: none), and the seconds of the transfer.
         local: The task of its own stage that comes before it (-1: none): F before I, I before W.
         lane: Its kind and stage as one number; tasks of one lane stay in their order.
-        ends: When it has ended, -1 before; filled by `_simulated`.
+        ends: The end of each task, -1 before it; filled by `_simulated`.
         limits: For each group, the bytes that it may hold.
-        position, clock: How far it is in the sequence, and when its last task has ended; filled by `_simulated`.
+        position, clock: For each group, its place in the sequence and its last end so far; filled by `_simulated`.
     """
 
     sequence: Ints
@@ -53,20 +52,20 @@ class Tables(NamedTuple):
 def improve(
     problem: Problem, orders: Orders, *, steps: int, hot: float, cold: float, target: float, seed: int, compiled: bool
 ) -> tuple[float, Orders]:
-    """Orders at most as long as those given, and their makespan.
+    """Returns orders at most as long as the given ones, and their makespan.
 
-    One step moves a task of one group a few positions back or forth. The move stays if the makespan falls, and else
-    with a probability that falls with the loss and with time. Microbatches of a kind and stage stay in order, and no
-    group exceeds its memory limit.
+    One step moves a task of one group a few positions back or forth. The move stays if the makespan falls; otherwise
+    it stays with a probability that falls with the loss and with time. Microbatches of a kind and stage stay in order,
+    and no group exceeds its memory limit.
 
     Args:
         problem: The problem that the orders solve.
         orders: Orders of F, I and W that keep to the limits.
         steps: How many moves to try. Each costs one simulation.
-        hot: The loss of makespan that is easily accepted at first.
-        cold: The same at the end.
+        hot: The loss of makespan that is easily accepted at the start.
+        cold: The loss of makespan that is easily accepted at the end.
         target: Stop when the makespan is no longer than this.
-        seed: For the moves.
+        seed: The seed of the random moves.
         compiled: Use numba.
     """
     n, m, every = problem.num_stages, problem.num_microbatches, problem.of_microbatches()
@@ -109,7 +108,7 @@ def improve(
 
 
 def can_compile() -> bool:
-    """Whether numba is installed (the extra ``search``)."""
+    """Returns whether numba is installed (the extra ``search``)."""
     return importlib.util.find_spec("numba") is not None
 
 
@@ -120,22 +119,22 @@ def _compiled() -> Callable[..., float]:
     def compiled(function: Callable) -> Callable:
         try:
             return numba.njit(cache=True)(function)
-        except RuntimeError:  # there is no folder to keep it in for the next process
+        except RuntimeError:  # there is no folder to cache it in for the next process
             return numba.njit(function)
 
-    # Compiled code calls only compiled code; the plain functions stay as they are beside it.
+    # Compiled code calls only compiled code; the plain functions stay as they are.
     parts = {part.__name__: compiled(part) for part in (_drawn, _proposed, _shift, _fits, _simulated, _score)}
     return compiled(FunctionType(_anneal.__code__, {**globals(), **parts}))
 
 
-# From here on only plain loops and arrays, so that numba can compile the functions. The parts do not call each other:
-# `_compiled` puts compiled ones in the place of those that `_anneal` calls, and of no others.
+# From here on only plain loops and arrays, so that numba can compile the functions. The parts do not call each
+# other: `_compiled` replaces only the functions that `_anneal` calls by compiled ones.
 
 
 def _anneal(tables: Tables, steps: int, hot: float, cold: float, target: float, seed: int) -> float:
     """Moves tasks of `sequence`; leaves the best sequence in `best_sequence` and returns its makespan.
 
-    Step 0 moves nothing: it finds the score of what is given.
+    Step 0 moves nothing: it computes the score of the given sequence.
     """
     sequence, begin, lane, local = tables.sequence, tables.begin, tables.lane, tables.local
     random = seed
@@ -148,7 +147,7 @@ def _anneal(tables: Tables, steps: int, hot: float, cold: float, target: float, 
             random = _drawn(random)
             group, place = _proposed(begin, source, (random >> 7) % 24)
             place = _shift(sequence, source, place, lane, local)
-            if place == source:  # a neighbour that it may not pass
+            if place == source:  # a neighbour that the task may not pass
                 continue
         score = makespan = math.inf
         if not step or _fits(sequence, begin[group], begin[group + 1], tables.nbytes, tables.limits[group]):
@@ -167,18 +166,18 @@ def _anneal(tables: Tables, steps: int, hot: float, cold: float, target: float, 
                     tables.best_sequence[i] = sequence[i]
                 if best <= target:
                     break
-        elif step:  # back again: what it has passed once may be passed the other way
+        elif step:  # back again: the task may pass the other way wherever it has passed once
             _shift(sequence, place, source, lane, local)
     return best
 
 
 def _drawn(random: int) -> int:
-    """The next number of a linear congruential generator, whose low bits are not random: callers leave out seven."""
+    """Returns the next number of a linear congruential generator. Its low bits are not random: callers drop seven."""
     return (random * 1103515245 + 12345) & 0x7FFFFFFF
 
 
 def _proposed(begin: Ints, source: int, drawn: int) -> tuple[int, int]:
-    """The group that a position in the sequence belongs to, and a position of that group up to 12 before or behind."""
+    """Returns the group of a position in the sequence, and a position of that group up to 12 before or behind."""
     reach = drawn + 1 if drawn < 12 else 11 - drawn
     group = 0
     for g in range(len(begin) - 1):
@@ -188,7 +187,7 @@ def _proposed(begin: Ints, source: int, drawn: int) -> tuple[int, int]:
 
 
 def _shift(sequence: Ints, source: int, place: int, lane: Ints, local: Ints) -> int:
-    """Moves a task towards a position, as far as it may pass its neighbours; returns where it is then."""
+    """Moves a task towards a position, as far as it may pass its neighbours; returns its new position."""
     task = sequence[source]
     direction = 1 if place > source else -1
     at = source
@@ -203,7 +202,7 @@ def _shift(sequence: Ints, source: int, place: int, lane: Ints, local: Ints) -> 
 
 
 def _fits(sequence: Ints, begin: int, end: int, nbytes: Floats, limit: float) -> bool:
-    """Whether a group's tasks keep to its memory."""
+    """Returns whether a group's tasks keep to its memory."""
     live = 0.0
     for i in range(begin, end):
         live += nbytes[sequence[i]]
@@ -213,7 +212,7 @@ def _fits(sequence: Ints, begin: int, end: int, nbytes: Floats, limit: float) ->
 
 
 def _simulated(tables: Tables) -> float:
-    """The makespan, with each group's last end in ``clock``; infinite if the orders deadlock."""
+    """Returns the makespan, with each group's last end in ``clock``; infinite if the orders deadlock."""
     sequence, begin, ends, position, clock = tables.sequence, tables.begin, tables.ends, tables.position, tables.clock
     time, across, lag, local = tables.time, tables.across, tables.lag, tables.local
     num_groups, total = len(begin) - 1, len(sequence)
@@ -224,7 +223,7 @@ def _simulated(tables: Tables) -> float:
         clock[g] = 0.0
     moved = True
     done = 0
-    while moved:  # each round takes every group as far as it can go; without a step in a round, all wait
+    while moved:  # each round takes every group as far as it can go; if a round moves none, all wait
         moved = False
         for g in range(num_groups):
             i = position[g]
@@ -256,7 +255,7 @@ def _simulated(tables: Tables) -> float:
 
 
 def _score(makespan: float, clock: Floats) -> float:
-    """The makespan, and a little for groups that end late: breaks ties in favour of more slack."""
+    """Returns the makespan plus a little for groups that end late: breaks ties in favour of more slack."""
     late = 0.0
     for end in clock:
         late += end

@@ -1,4 +1,4 @@
-"""Lower bounds of the makespan, whatever the order: a search that reaches one may stop."""
+"""Lower bounds of the makespan for any order: a search that reaches one may stop."""
 
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ from scheduler.timing.costs import Costs
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound of the makespan, and where it comes from."""
+    """A lower bound of the makespan, and its origin."""
 
     makespan: float
     reason: str
@@ -20,19 +20,19 @@ class Bound:
         return f"{self.makespan:g} ({self.reason})"
 
     def above(self, makespan: float) -> float:
-        """How far a makespan is above the bound, as a fraction of the bound."""
+        """Returns by how much a makespan is above the bound, as a fraction of the bound."""
         return makespan / self.makespan - 1 if self.makespan else 0.0
 
 
 def lower_bound(problem: Problem) -> Bound:
-    """The largest of four lower bounds of the makespan; none depends on the order of tasks, nor of microbatches.
+    """Returns the largest of four lower bounds of the makespan; none depends on the order of tasks or of microbatches.
 
-    - One microbatch's way: every F down, every I back, and the last W.
+    - The way of one microbatch: every F down, every I back, and the last W.
     - A group's work after the first microbatch has reached it.
-    - Before its first I a group runs only F, as many as memory takes. All its other work comes after that I.
-    - After its last I a group runs only W, as many as memory held. The I of all stages before still follow.
+    - Before its first I a group runs only F, as many as memory holds. All its other work comes after that I.
+    - After its last I a group runs only W, as many as memory held. The I of all earlier stages still follow.
 
-    An R may run while its group waits for a gradient, so it counts as work of its group before the last I alone.
+    An R may run while its group waits for a gradient, so it counts as work of its group only before the last I.
     """
     n, counts = problem.num_stages, Counter(problem.of_microbatches())
     ways = [_way(costs, problem.placement) for costs in counts]
@@ -68,7 +68,7 @@ def lower_bound(problem: Problem) -> Bound:
 
 
 def _way(costs: Costs, placement: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
-    """For each stage, the least time before F of a microbatch, before its I, and after the end of its I."""
+    """Returns, for each stage, the least time before F of a microbatch, before its I, and after the end of its I."""
     n, over = len(placement), costs.transfers_between(placement)
     forward, input_grad, weight_grad = costs.seconds(n).values()
     head = [0.0] * n
@@ -85,7 +85,7 @@ def _way(costs: Costs, placement: Sequence[int]) -> tuple[list[float], list[floa
 
 
 def _most(items: list[tuple[float, float, int]], limit: float) -> float:
-    """The most time that tasks, given as (time, bytes, how many), can take while their bytes are all held."""
+    """Returns the most time that tasks, given as (time, bytes, how many), can take while all their bytes are held."""
     everything = sum(time * count for time, _, count in items)
     if math.isinf(limit) or any(nbytes <= 0 for _, nbytes, _ in items):
         return everything

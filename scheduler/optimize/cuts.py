@@ -1,9 +1,9 @@
 """Chooses the cut of a model into stages: the shortest simulated step that fits the memory of the groups.
 
 First a dynamic program finds the cut with the least lower bound; this bound holds for every cut. Then that cut and the
-even one are improved by moving layers, with each candidate on the clock. Then branch and bound looks through all cuts
-whose bound is below the best makespan, within a budget; if it comes to an end, no cut is better. Where one stage binds
-(a large head), cuts of the others take equally long; of those the most even one is taken, for costs are estimates.
+even one are improved by moving layers, with each candidate on the clock. Then branch and bound searches all cuts
+with a bound below the best makespan, within a budget; if it finishes, no cut is better. Where one stage dominates (a
+large head), different cuts of the other stages take equally long; the most even one is chosen, for costs are estimates.
 """
 
 import math
@@ -15,28 +15,28 @@ from scheduler.optimize.units import CutProblem, Layers, Units, even_layers
 from scheduler.task import Schedule
 
 _BUDGET = 300_000
-"""Tasks put on the clock by each of the two searches: about a quarter of a second together. A number and no time, so
+"""Tasks put on the clock by each of the two searches: about a quarter of a second together. A number and not a time, so
 that all processes of a job choose alike."""
 _NODE = 8
-"""What a node of branch and bound counts, in tasks."""
+"""The cost of a node of branch and bound, in tasks."""
 _GAIN = 1 - 1e-9
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut of a model into stages, and what others would cost.
+    """A cut of a model into stages, and the cost of others.
 
     Attributes:
-        layers: For each stage, how many layers end in it.
+        layers: For each stage, the number of layers that end in it.
         makespan: Seconds of the simulated loop.
-        bound: No cut takes less.
+        bound: A lower bound for all cuts, in seconds.
         is_best: Whether it is proved that no cut is faster.
         excess: Bytes by which the worst group exceeds its memory; 0 if it fits.
         even, even_makespan: The even cut, and its seconds.
         even_excess: Bytes by which the even cut exceeds the memory.
         near, near_makespan: The best cut with one layer in another stage, and its seconds; the cut itself if there is
-            no other. Where the even cut is taken because it is about as fast: the fastest.
-        units: The costs by which it was chosen.
+            no other. If the even cut is chosen because it is about as fast: the fastest cut.
+        units: The costs by which the cut was chosen.
     """
 
     layers: Layers
@@ -64,16 +64,16 @@ def choose_cut(
     memory_limit: tuple[float, ...] | None = None,
     budget: int = _BUDGET,
 ) -> Cut:
-    """The best cut that is found: exact for small models (`.is_best`), never worse than the even one.
+    """Returns the best cut found: exact for small models (`.is_best`), never worse than the even cut.
 
-    Where no cut fits the memory, it is the one that exceeds it least.
+    If no cut fits the memory, it is the cut that exceeds it least.
 
     Args:
       units: The costs of the model.
-      schedule: The schedule; it gives the number of stages.
+      schedule: The schedule, which determines the number of stages.
       num_microbatches: How often the loop body runs.
       memory_limit: Bytes that each group may use.
-      budget: How much to search: tasks to put on the clock.
+      budget: How much to search: the number of tasks to put on the clock.
 
     Raises:
       ValueError: There are fewer places than stage ends.
@@ -110,7 +110,7 @@ def choose_cut(
 
 
 def _moved(layers: Layers) -> Iterator[Layers]:
-    """The cuts with one layer in another stage."""
+    """Yields the cuts with one layer in another stage."""
     last = len(layers) - 1
     for source, count in enumerate(layers):
         if count > (source < last):
@@ -123,7 +123,7 @@ def _moved(layers: Layers) -> Iterator[Layers]:
 
 
 class _CutSearch:
-    """The best cut so far, and ways to a better one."""
+    """The best cut so far, and ways to improve it."""
 
     def __init__(self, problem: CutProblem, start: Layers, budget: int) -> None:
         self.problem, self.best, self.budget = problem, start, budget
@@ -138,12 +138,12 @@ class _CutSearch:
         return found
 
     def stops(self, stage: int, first: int) -> range:
-        """Where a stage that begins at unit `first` may stop."""
+        """Returns where a stage that begins at unit `first` may stop."""
         last, num_units = self.problem.num_stages - 1, len(self.problem.units.forward)
         return range(num_units, num_units + 1) if stage == last else range(first + 1, num_units - (last - stage) + 1)
 
     def least_bound(self) -> tuple[float, Layers]:
-        """The least lower bound of any cut, and a cut that has it (the even one if nothing fits)."""
+        """Returns the least lower bound of any cut, and a cut that has it (the even one if nothing fits)."""
         p = self.problem
         num_units = len(p.units.forward)
         rest = [[math.inf] * (num_units + 1) for _ in range(p.num_stages + 1)]
@@ -157,7 +157,7 @@ class _CutSearch:
                     if max(own, behind) < rest[stage][first]:
                         rest[stage][first], chosen[stage][first] = max(own, behind), stop
                     if own >= rest[stage][first]:
-                        break  # more units in this stage make its bound no smaller
+                        break  # more units in this stage do not lower its bound
         self._rest = rest
         if rest[0][0] == math.inf:
             return 0.0, self.best
@@ -166,17 +166,17 @@ class _CutSearch:
             stop = chosen[stage][first]
             layers.append(stop - first)
             first = stop
-        layers[-1] -= 1  # the last unit ends with no place
+        layers[-1] -= 1  # the last unit does not end with a place
         return rest[0][0], tuple(layers)
 
     def bound_of(self, layers: Layers) -> float:
-        """A lower bound of one cut."""
+        """Returns a lower bound of one cut."""
         return max(self.bound(stage, a, b) for stage, (a, b) in enumerate(self.problem.spans(layers)))
 
     def best_moved(self, layers: Layers, limit: float) -> Layers:
-        """The best of the cuts with one layer in another stage, if it takes less than `limit`; else `layers`.
+        """Returns the best of the cuts with one layer in another stage, if it takes less than `limit`; else `layers`.
 
-        The most promising ones come first, and those whose bound is no better than what is found are left out.
+        The most promising cuts come first, and cuts with a bound no better than the best so far are skipped.
         """
         p = self.problem
         fits = not p.evaluate(layers)[0]
@@ -202,7 +202,7 @@ class _CutSearch:
             self.best = here
 
     def evened(self, layers: Layers) -> Layers:
-        """The cut with layers moved as long as it takes no longer and the work of the groups becomes more even."""
+        """Returns the cut with layers moved as long as it takes no longer and the groups' work becomes more even."""
         p = self.problem
         self.left = self.budget // 4
         here, limit = layers, p.evaluate(layers)
@@ -219,7 +219,7 @@ class _CutSearch:
                 return here
 
     def branch_and_bound(self) -> bool:
-        """Looks through all cuts that may be better; whether it came to an end within the budget."""
+        """Searches all cuts that may be better; returns whether it finished within the budget."""
         p = self.problem
         left = self.budget
         excess, limit = p.evaluate(self.best)

@@ -1,4 +1,4 @@
-"""In which order microbatches of unequal costs make the shortest step."""
+"""Finds the order of microbatches of unequal costs that makes the shortest step."""
 
 import math
 import random
@@ -24,10 +24,10 @@ def order_microbatches(
     tries: int = 1000,
     seed: int = 0,
 ) -> tuple[int, ...]:
-    """The order in which to give microbatches to a step, so that it is short: never longer than the order given.
+    """Returns an order of microbatches that makes a step short: never longer than in the given order.
 
-    The tasks stay in the order of the schedule; what changes is which microbatch is the first, the second, and so on. A
-    list of them is put in order with ``[documents[i] for i in order]``, and sums are made in the order of that list.
+    The tasks stay in the order of the schedule. Only which microbatch comes first, second, and so on changes. Reorder a
+    list of microbatches with ``[documents[i] for i in order]``; sums are made in the order of that list.
 
     Starts from a few orders (as given, by size, the largest in the middle or at the ends), then swaps two microbatches
     or moves one as long as that helps. A try takes about 0.15 us for each task of the loop.
@@ -36,15 +36,15 @@ def order_microbatches(
         schedule: The schedule of the loop.
         costs: With ``microbatches``, the costs of each one.
         memory_limit: The most a group may hold, in the unit of ``costs.activation_bytes``: one number, or one a group.
-        tries: How many changes to try; 0 compares the first few orders alone.
-        seed: For the changes. Equal arguments give equal orders, on any machine.
+        tries: How many changes to try; 0 only compares the first few orders.
+        seed: The seed of the changes. Equal arguments return equal orders, on any machine.
 
     Returns:
-        For each place, the number of the microbatch that comes there.
+        For each place, the number of the microbatch that goes there.
 
     Raises:
         ScheduleError: No order that was tried keeps to the memory limit.
-        ValueError: The costs have no microbatches, or the schedule is not defined for so many.
+        ValueError: The costs have no microbatches, or the schedule is not defined for this number of them.
 
     Examples:
         >>> from scheduler import Costs, OneFOneB, simulate
@@ -81,7 +81,7 @@ class _ListClock:
 
     Attributes:
         sizes: For each microbatch, the seconds of all its tasks.
-        bound: No score is smaller. Over a graph of stages none is known.
+        bound: No score is smaller. For a graph of stages no bound is known.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, limits: Sequence[float]) -> None:
@@ -100,7 +100,7 @@ class _ListClock:
         self.bound = (0.0, bound * (1 + _CLOSE))
 
     def score(self, order: Sequence[int]) -> tuple[float, float, float]:
-        """The bytes above the limit, the makespan, and when groups end in all."""
+        """Returns the bytes above the limit, the makespan, and the sum of the groups' ends."""
         seconds, waits = (
             [x for row in zip(*(columns[i] for i in order), strict=True) for x in row]
             for columns in (self.seconds, self.waits)
@@ -114,14 +114,14 @@ class _ListClock:
 
 
 def _column(costs: Costs, num_stages: int) -> list[float]:
-    """Seconds of the tasks of a microbatch: for each stage F, I, W, B, R."""
+    """Returns the seconds of the tasks of a microbatch: for each stage F, I, W, B, R."""
     seconds, again = costs.seconds(num_stages), costs.per_stage("recompute", num_stages)
     stages = zip(*seconds.values(), again, strict=True)
     return [x for f, i, w, r in stages for x in (f, i, w, i + w, r)]
 
 
 def _first(sizes: Sequence[float]) -> Iterator[list[int]]:
-    """Orders to start from: as given, by size, and with the smallest or the largest at the ends."""
+    """Yields orders to start from: as given, by size, and with the smallest or the largest at the ends."""
     given = list(range(len(sizes)))
     rising = sorted(given, key=sizes.__getitem__)
     yield given
@@ -131,7 +131,7 @@ def _first(sizes: Sequence[float]) -> Iterator[list[int]]:
 
 
 def _changed(order: Sequence[int], rng: random.Random) -> list[int]:
-    """The order with two microbatches swapped, or with one in another place."""
+    """Returns the order with two microbatches swapped, or with one in another place."""
     changed = list(order)
     i, j = rng.randrange(len(order)), rng.randrange(len(order))
     if rng.random() < 0.5:

@@ -18,7 +18,7 @@ def problem_for(
     memory_limit: float | Sequence[float] | None,
     seconds: float,
 ) -> Problem:
-    """The problem that :func:`scheduler.search` is given, with its arguments checked."""
+    """Returns the problem for the arguments of :func:`scheduler.search`, which it checks."""
     check_count("search", "num_stages", num_stages)
     check_count("search", "num_groups", num_groups)
     check_count("search", "num_microbatches", num_microbatches)

@@ -27,8 +27,8 @@ from scheduler.timing.timeline import Timeline
 _CLOSE = 1e-9
 _NOISE = 0.1
 _SAMPLES = 12
-# Tasks placed or moved a second by one slow core. The budget of time is spent as a number of tries that follows
-# from these, so that a seed gives the same orders on any machine that is not slower.
+# Tasks placed or moved a second by one slow core. The time budget is converted to a number of tries with these
+# rates, so that a seed leads to the same orders on any machine that is not slower.
 _PLACED_PER_SECOND = 120_000
 _ORDERS_PER_BLOCK = 8
 _MOVED_PER_SECOND = 900_000
@@ -37,16 +37,16 @@ _MOVED_PER_SECOND_COMPILED = 400_000_000
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
         schedule: The best orders, ready to run.
-        timeline: They on the clock of the costs.
+        timeline: The best orders on the clock of the costs.
         bound: No order is shorter than this.
         seed_name: The best built-in schedule that fits the placement and the memory; empty if none does.
-        seed_makespan: Its makespan; infinite if there is none.
-        noisy_gain: The mean gain over that schedule when each cost is off by up to 10%, as a fraction.
-        tries: How many orders were looked at.
+        seed_makespan: The makespan of that schedule; infinite if there is none.
+        noisy_gain: The mean gain over that schedule if each cost is off by up to 10%, as a fraction.
+        tries: The number of orders tried.
         complete: False if time ran out before the planned number of tries, so that another run may differ.
     """
 
@@ -61,7 +61,7 @@ class Found:
 
     @property
     def gain(self) -> float:
-        """By how much it is shorter than the best built-in schedule, as a fraction of that one."""
+        """By how much it is shorter than the best built-in schedule, as a fraction of that schedule's makespan."""
         return 1 - self.timeline.makespan / self.seed_makespan if self.seed_name and self.seed_makespan else 0.0
 
     @property
@@ -98,32 +98,31 @@ def search(
     seed: int = 0,
     progress: Callable[[str], object] | None = None,
 ) -> CustomSchedule:
-    """The best order found for given costs; never longer than the best built-in schedule that fits.
+    """Returns the best order found for given costs; never longer than the best built-in schedule that fits.
 
-    Starts from every built-in schedule with this placement that keeps to the memory, stops at once if one is as short
-    as the lower bound. For a V it then repeats many building blocks that fit into the memory, whatever lies between
-    those of the built-in V schedules. Then it lets groups take what is due first under many rankings, and improves the
-    best orders by small moves. The moves are compiled where numba is installed (extra ``search``), and far more are
-    tried then.
+    Starts from every built-in schedule with this placement that keeps to the memory, and stops at once if one is as
+    short as the lower bound. For a V it then repeats many building blocks that fit into the memory, including ones
+    between the built-in V schedules. Then it tries list scheduling under many rankings, and improves the best orders by
+    small moves. The moves are compiled if numba is installed (extra ``search``), and far more are tried then.
     :func:`investigate` takes the same arguments and returns all that was found out.
 
     Args:
         num_stages: The number of stages.
         num_groups: The number of groups.
         num_microbatches: The number of microbatches.
-        costs: What tasks take and hold, of all microbatches or of each. Microbatches stay in their order
+        costs: The time and memory of tasks, of all microbatches or of each. Microbatches stay in their order
             (:func:`order_microbatches` finds a better one).
         placement: ``"loop"`` (stage s in group s mod num_groups), ``"v"`` (down and up again), or a group for each
             stage.
         memory_limit: The most a group may hold, in the unit of ``costs.activation_bytes``: one number, or one a group.
         seconds: The time to spend, at least 0; the number of tries follows from it. However short it is, all built-in
             schedules and some rankings are tried: that took 7 s for 32 stages and 96 microbatches.
-        seed: For the random choices. Equal arguments give equal orders, with the same extras installed.
+        seed: The seed of the random choices. Equal arguments return equal orders, with the same extras installed.
         progress: Called with a line of text now and then.
 
     Raises:
         ScheduleError: No order keeps to the memory limit, or the time ran out before one was found.
-        ValueError: An argument is not of the kind described.
+        ValueError: An argument is not as described.
 
     Examples:
         >>> from scheduler import ZeroBubbleV, simulate
@@ -157,7 +156,7 @@ def investigate(
     seed: int = 0,
     progress: Callable[[str], object] | None = None,
 ) -> Found:
-    """What :func:`search` finds, with the bound, the best built-in schedule, and the gain over it."""
+    """Returns the result of :func:`search` with the bound, the best built-in schedule, and the gain over it."""
     problem = problem_for(num_stages, num_groups, num_microbatches, costs, placement, memory_limit, seconds)
     return _OrderSearch(problem, seconds, seed, progress or (lambda line: None)).run()
 
@@ -170,10 +169,10 @@ class _Candidate:
 
 
 class _Pool:
-    """The best candidates so far, shortest first, each with a makespan of its own.
+    """The best candidates so far, shortest first, with different makespans.
 
     Attributes:
-        tries: How many orders were looked at.
+        tries: The number of orders tried.
     """
 
     def __init__(self, bound: Bound) -> None:
@@ -205,7 +204,7 @@ class _OrderSearch:
     def __init__(self, problem: Problem, seconds: float, seed: int, progress: Callable[[str], object]) -> None:
         self.problem = problem
         self.joined = replace(problem, costs=_joined(problem.costs, problem.num_stages))
-        """The problem for what knows no R: it is part of I."""
+        """The problem for methods that know no R: it is part of I."""
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
         self.is_late = False
@@ -253,7 +252,7 @@ class _OrderSearch:
         return self.is_late
 
     def _improve(self) -> None:
-        """Each way to better orders in turn, until the bound is reached or the time is over."""
+        """Tries each way to better orders in turn, until the bound is reached or the time is over."""
         if not self.pool.is_at_bound() and self.problem.placement == v_placement(self.problem.num_groups):
             self._repeat_blocks()
         if not self.pool.is_at_bound():
@@ -286,7 +285,7 @@ class _OrderSearch:
                 break
 
     def _rank_randomly(self) -> None:
-        """Makes list schedules under many rankings: at first any, later neighbours of the best so far."""
+        """Makes list schedules under many rankings: at first random ones, later neighbours of the best so far."""
         problem = self.joined
         count = max(20, int(0.3 * self.seconds * _PLACED_PER_SECOND / problem.num_tasks))
         best: tuple[float, Genes] | None = None
@@ -319,7 +318,7 @@ class _OrderSearch:
         steps = max(50, int(budget / len(starts) / rounds))
         mean = problem.costs.of_mean(problem.num_stages)
         times = sum(map(sum, mean.seconds(problem.num_stages).values()))
-        # The mean task, where tasks take time; else the mean share of the makespan.
+        # The mean task, if tasks take time; otherwise the mean share of the makespan.
         scale = times / (3 * problem.num_stages) or starts[0].makespan / problem.num_tasks
         for number, start in enumerate(starts):
             orders = _split(start.orders)
@@ -346,7 +345,7 @@ class _OrderSearch:
 
 
 def _seeds(problem: Problem) -> Iterator[tuple[str, _Candidate]]:
-    """Every built-in schedule with this placement that keeps to the memory, as it is and with B split."""
+    """Yields every built-in schedule with this placement that keeps to the memory, as it is and with B split."""
     for name in SCHEDULES:
         try:
             schedule = make(name, problem.num_stages, problem.num_groups)
@@ -366,19 +365,19 @@ def _seeds(problem: Problem) -> Iterator[tuple[str, _Candidate]]:
 
 
 def _split(orders: Orders) -> Orders:
-    """The orders with I and W in the place of each B."""
+    """Returns the orders with I and W instead of each B."""
     return tuple(tuple(part for task in order for part in task.parts) for order in orders)
 
 
 def _simulated(problem: Problem, candidate: _Candidate, costs: Costs | None = None) -> Timeline:
-    """The orders on the clock, with the R that their stages have."""
+    """Runs the orders on the clock, with the R of their stages."""
     stages = problem.costs.recomputed(problem.num_stages)
     orders = with_recomputing(candidate.orders, stages, candidate.pairs) if stages else candidate.orders
     return simulate_orders(orders, problem.placement, problem.num_microbatches, costs or problem.costs, name="search")
 
 
 def _timed(problem: Problem, orders: Orders, pairs: Pairs = frozenset()) -> _Candidate | None:
-    """The orders with their makespan, or None if they need too much memory."""
+    """Returns the orders with their makespan, or None if they need too much memory."""
     timeline = _simulated(problem, candidate := _Candidate(math.inf, orders, pairs))
     if any(peak > problem.limit(group) + _CLOSE for group, peak in enumerate(timeline.peak_bytes)):
         return None
@@ -386,7 +385,7 @@ def _timed(problem: Problem, orders: Orders, pairs: Pairs = frozenset()) -> _Can
 
 
 def _noisy_gain(problem: Problem, before: _Candidate, after: _Candidate, seed: int) -> float:
-    """The mean gain when every cost is off by up to a tenth."""
+    """Returns the mean gain if every cost is off by up to a tenth."""
     rng = random.Random(seed)
     gains = []
     for _ in range(_SAMPLES):
@@ -400,7 +399,7 @@ def _noisy_gain(problem: Problem, before: _Candidate, after: _Candidate, seed: i
 
 
 def _joined(costs: Costs, num_stages: int) -> Costs:
-    """The costs with R as a part of I."""
+    """Returns the costs with R as a part of I."""
     if not costs.recomputed(num_stages):
         return costs
     both = (costs.per_stage(name, num_stages) for name in ("input_grad", "recompute"))
@@ -409,7 +408,7 @@ def _joined(costs: Costs, num_stages: int) -> Costs:
 
 
 def _off(costs: Costs, num_stages: int, factors: Sequence[Sequence[float]]) -> Costs:
-    """Costs whose seconds of F, I and W are that many times as long in each stage."""
+    """Returns costs with the seconds of F, I and W multiplied by a factor for each stage."""
     rows = zip(costs.seconds(num_stages).values(), factors, strict=True)
     changed = (tuple(map(mul, seconds, row)) for seconds, row in rows)
     return replace(costs, **dict(zip(("forward", "input_grad", "weight_grad"), changed, strict=True)))

@@ -1,4 +1,4 @@
-"""The parts of a model between the places where a stage may end: what each costs, and what a cut makes of them."""
+"""The parts of a model between the places where a stage may end: their costs, and the costs of a cut."""
 
 import math
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ Layers = tuple[int, ...]
 class Units:
     """Costs of a model, unit by unit: unit k ends with the k-th place where a stage may end.
 
-    The last unit is what follows the last of these places (head, loss), so there is one unit more than places. What
-    precedes the first layer (an embedding) is part of the first unit.
+    The last unit comes after the last of these places (head, loss), so there is one more unit than places. Everything
+    before the first layer (an embedding) is part of the first unit.
 
     Args:
         forward: Seconds of F, for each unit.
         input_grad: Seconds of I.
         weight_grad: Seconds of W.
-        transfer_s: Seconds over the boundary behind each unit, if a stage ends there; the last one is not used.
+        transfer_s: Seconds over the boundary after each unit, if a stage ends there; the last one is not used.
         held: Bytes that a unit needs at all times: parameters, their gradients, optimizer state.
-        activations: Bytes that a unit holds of a microbatch from its F until its B or W.
+        activations: Bytes that a unit holds for a microbatch from its F until its B or W.
         once_s: Seconds that a unit takes once, after the loop: its part of the optimizer's update.
-        shared: What several units need and a group holds once: bytes, and the units.
-        task_s: Seconds that a task takes beside its units.
+        shared: Data that several units need and a group holds once: its bytes, and the units.
+        task_s: Seconds that a task takes in addition to its units.
     """
 
     forward: tuple[float, ...]
@@ -53,11 +53,11 @@ class Units:
 
     @property
     def num_places(self) -> int:
-        """Places where a stage may end."""
+        """The number of places where a stage may end."""
         return len(self.forward) - 1
 
     def measured(self, spans: Sequence[tuple[int, int]], costs: Costs) -> "Units":
-        """The same units with the seconds of a run: those of each stage are divided among its units as before.
+        """Returns the units with the seconds of a run: those of each stage are divided among its units as before.
 
         Args:
             spans: For each stage of that run, its first unit and the one after its last.
@@ -79,7 +79,7 @@ _PER_UNIT = (*_WORK, "transfer_s", "held", "activations", "once_s")
 
 
 def even_layers(num_layers: int, num_stages: int) -> Layers:
-    """As many layers for each stage as for any other; the later ones get one less where that does not come out even.
+    """Divides layers evenly among stages; if they do not divide evenly, later stages get one less.
 
     Example:
         >>> even_layers(6, 4)
@@ -91,12 +91,12 @@ def even_layers(num_layers: int, num_stages: int) -> Layers:
 
 @dataclass
 class CutProblem:
-    """What a cut costs under a schedule. A cut is the number of places in each stage; the last may be 0.
+    """The costs of cuts under a schedule. A cut is the number of places in each stage; the last may be 0.
 
     Args:
         units: The costs of the units.
-        schedule: The schedule; it gives the number of stages. Of one over a graph, the units are a chain: what its
-            stages read is found when they are cut.
+        schedule: The schedule, which determines the number of stages. For a schedule over a graph, the units are a
+            chain: the stages' reads are found when they are cut.
         num_microbatches: How often the loop body runs.
         memory_limit: Bytes that each group may use, or None.
     """
@@ -113,7 +113,7 @@ class CutProblem:
         orders = self.schedule.orders(self.num_microbatches)
         self.replay = Replay(orders, self.schedule.placement, reads=reads_of(self.schedule))
         self.warmup, self.late = _positions(orders, self.num_stages)
-        """For each stage, how many F come before its first I or B, and how many W after its last I."""
+        """For each stage, the number of F before its first I or B, and of W after its last I."""
         self.is_whole = all(kind in "FB" for order in orders for _, kind, _ in order)
         self._sums = {name: tuple(accumulate(getattr(self.units, name), initial=0.0)) for name in _PER_UNIT}
         if self.memory_limit is not None:
@@ -124,23 +124,23 @@ class CutProblem:
         return self.schedule.num_stages
 
     def _between(self, name: str, first: int, stop: int) -> float:
-        """The sum of some costs over units."""
+        """Returns the sum of some costs over units."""
         sums = self._sums[name]
         return sums[stop] - sums[first]
 
     def spans(self, layers: Layers) -> list[tuple[int, int]]:
-        """For each stage, its first unit and the one after its last."""
+        """Returns, for each stage, its first unit and the one after its last."""
         stops = [*accumulate(layers[:-1]), len(self.units.forward)]
         return list(pairwise([0, *stops]))
 
     def seconds(self, first: int, stop: int) -> tuple[float, float, float]:
-        """Seconds of F, I and W of a stage with these units."""
+        """Returns the seconds of F, I and W of a stage with these units."""
         forward, input_grad, weight_grad = (self._between(name, first, stop) for name in _WORK)
         task = self.units.task_s
         return forward + task, input_grad + task, weight_grad + (0.0 if self.is_whole else task)
 
     def costs(self, layers: Layers) -> Costs:
-        """The costs of a cut, as :func:`scheduler.simulate` takes them."""
+        """Returns the costs of a cut, as :func:`scheduler.simulate` takes them."""
         spans = self.spans(layers)
         forward, input_grad, weight_grad = zip(*(self.seconds(a, b) for a, b in spans), strict=True)
         over = tuple(self.units.transfer_s[stop - 1] for _, stop in spans)
@@ -148,7 +148,7 @@ class CutProblem:
         return Costs(forward, input_grad, weight_grad, transfer_s=over, activation_bytes=held)
 
     def memory(self, layers: Layers) -> list[float]:
-        """For each group, the bytes that it needs."""
+        """Returns, for each group, the bytes that it needs."""
         spans = self.spans(layers)
         peaks = self.replay.peaks([self._between("activations", *span) for span in spans])
         placement = self.schedule.placement
@@ -157,7 +157,7 @@ class CutProblem:
         return peaks
 
     def _kept(self, spans: Sequence[tuple[int, int]]) -> float:
-        """Bytes of parameters and what belongs to them in a group with these stages."""
+        """Returns the bytes of parameters and their companions in a group with these stages."""
         total = sum(self._between("held", *span) for span in spans)
         for nbytes, units in self.units.shared:
             if any(a <= unit < b for unit in units for a, b in spans):
@@ -165,7 +165,7 @@ class CutProblem:
         return total
 
     def evaluate(self, layers: Layers) -> tuple[float, float]:
-        """Bytes by which the worst group exceeds its memory (0: it fits), and the makespan. Smaller is better."""
+        """Returns the bytes of the worst group above its memory (0: it fits), and the makespan. Smaller is better."""
         if (known := self._known.get(layers)) is None:
             over = 0.0
             if self.memory_limit is not None:
@@ -180,18 +180,18 @@ class CutProblem:
         return known
 
     def unevenness(self, layers: Layers) -> float:
-        """The sum of the squares of the seconds that each group works on a microbatch."""
+        """Returns the sum of the squares of the seconds that each group works on a microbatch."""
         busy = [0.0] * self.schedule.num_groups
         for span, group in zip(self.spans(layers), self.schedule.placement, strict=True):
             busy[group] += sum(self.seconds(*span))
         return sum(seconds**2 for seconds in busy)
 
     def bound(self, stage: int, first: int, stop: int) -> float:
-        """A lower bound of the makespan of each cut in which a stage has these units; infinite if they do not fit.
+        """Returns a lower bound of the makespan of cuts in which a stage has these units; infinite if they do not fit.
 
-        The stage's first F comes after one F of all stages before. All its own work follows, and after its last
-        backward one of all stages before. Its first backward comes after one F and one backward of all stages behind;
-        before that it can only run as many F as the order says.
+        The stage's first F comes after one F of all earlier stages. All its own work follows, and after its last B or I
+        one backward of all earlier stages. Its first backward comes after one F and one backward of all later stages;
+        before that it can run only as many F as its order has first.
         """
         m, units = self.num_microbatches, self.units
         forward, input_grad, weight_grad = self.seconds(first, stop)
@@ -218,7 +218,7 @@ class CutProblem:
         )
 
     def load_bound(self) -> float:
-        """A lower bound of the makespan of any cut: the mean work of a group, and the way of one microbatch."""
+        """Returns a lower bound for any cut: the mean work of a group, and the way of one microbatch."""
         total = [self._sums[name][-1] + self.num_stages * self.units.task_s * (name != "weight_grad") for name in _WORK]
         one = total[0] + total[1] + (total[2] if self.is_whole else 0.0)
         return max(self.num_microbatches * sum(total) / self.schedule.num_groups, one)

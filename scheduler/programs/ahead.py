@@ -1,18 +1,18 @@
-"""Which instruction a group may do out of turn, so that memory, results and freedom from deadlock stay those of a plan.
+"""Lets a group do an instruction out of turn, if memory, results and freedom from deadlock stay as in the plan.
 
-A *plan* is what groups do, in one order that is free of deadlock (that of :func:`scheduler.merge`). An *event* of it
-is a task, or a transfer, which stands in the lists of both its groups. An event may happen if
+A *plan* is the work of all groups, in one order that is free of deadlock (the order of :func:`scheduler.merge`). An
+*event* of it is a task, or a transfer, which is in the lists of both its groups. An event may happen if
 
-1. every event before it that writes or frees what it reads, or that reads or writes what it writes or frees, is done;
-   tasks of one stage and kind keep their order. So each task reads what the plan says, and every sum is added up in
-   the plan's order: same bits.
-2. it fits: if it happens now, and then each of its groups does what is left of its list in order, the group never
-   holds more than the most that it holds in the plan. For the first event of a list this is so already, by the
-   condition for those that happened before it.
+1. every event before it that writes or frees its inputs, or that reads or writes what it writes or frees, is done;
+      tasks of one stage and kind keep their order. So each task reads the values of the plan, and every sum is added up
+      in the plan's order: same bits.
+2. it fits: if it happens now, and each of its groups then does the rest of its list in order, the group never holds
+      more than its peak in the plan. The first event of a list fits already, by this condition for the events that
+      happened before it.
 
-No choice leads to a deadlock. Of the events that are left, take the first one of the plan. All that it needs came
-before it, and is done. It is the first one that is left in the list of each of its groups, so it fits. Hence some event
-may always happen, until all are done. In which process the groups are does not matter, nor what each of them chose.
+No choice leads to a deadlock. Take the first event of the plan that is left. All that it needs came before it, and
+is done. In the list of each of its groups, it is the first event that is left, so it fits. Hence some event may always
+happen, until all are done. It does not matter in which process the groups are, nor what each of them chose.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -21,21 +21,21 @@ from typing import NamedTuple
 from scheduler.programs.instructions import TRANSFERS, Free, Program, Recv, Run, Send, Transfer
 from scheduler.programs.merging import merge
 
-# So many events of a list are looked at.
+# So many events of a list are considered.
 WINDOW = 64
 # A group is given its next planned task while one runs; another task, only when it is idle.
 MOST_IN_FLIGHT = 2
 
 
 class PlannedEvent(NamedTuple):
-    """Something that happens in one group, or a transfer between two.
+    """A task or call of one group, or a transfer between two.
 
     Attributes:
-        groups: Those in whose lists it stands.
+        groups: The groups that have it in their lists.
         reads, writes, frees: Slots, numbers of values in groups.
-        kind: Of a task F, B, I, W or R (of a fused pair both), of a transfer empty, of other work ``call``.
+        kind: For a task F, B, I, W or R (for a fused pair both), for a transfer empty, for other work ``call``.
         key: Tasks of one key keep their order.
-        may_move: Whether it may happen out of turn. What may not is a barrier for what stands after it.
+        may_move: Whether it may happen out of turn. An event that may not is a barrier for the events after it.
     """
 
     groups: tuple[int, ...]
@@ -48,20 +48,20 @@ class PlannedEvent(NamedTuple):
 
 
 class EventPlan:
-    """Events in an order that is free of deadlock, and what follows from it.
+    """Events in an order that is free of deadlock, and tables derived from it.
 
     Args:
-        events: In that order.
-        num_groups: How many groups there are.
+        events: The events in that order.
+        num_groups: The number of groups.
         size_of: For a slot, its group and its bytes.
-        held: The bytes that each group holds before the first event, without what no event frees.
+        held: The bytes that each group holds before the first event, without bytes that no event frees.
 
     Attributes:
         lists: For each group, its events in order.
-        before, followers: For each event, those that must be done before it, and those before which it must be done.
+        before, followers: For each event, the events that must be done before it, and the events that must wait for it.
         peaks: For each group, the most bytes that it holds.
-        feeds: For each task, the transfers that bring what it reads.
-        makers: For each event, the tasks that make what it reads.
+        feeds: For each task, the transfers that bring its inputs.
+        makers: For each event, the tasks that make its inputs.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class EventPlan:
         self.peaks = [self._peak(group) for group in range(num_groups)]
 
     def _count_bytes(self, size_of: Mapping[int, tuple[int, int]]) -> None:
-        """What each event adds in its groups, and what it frees there afterwards."""
+        """Counts the bytes that each event adds in its groups, and the bytes that it frees there afterwards."""
         there: set[int] = set()
         self.adds: list[dict[int, int]] = []
         self.drops: list[dict[int, int]] = []
@@ -116,7 +116,7 @@ class EventPlan:
 
     @classmethod
     def of(cls, program: Program) -> "EventPlan":
-        """The plan of a program, without a device."""
+        """Returns the plan of a program, without a device."""
         slots: dict[Hashable, int] = {}
         size_of: dict[int, tuple[int, int]] = {}
 
@@ -156,7 +156,7 @@ class EventPlan:
 
 
 def _conflicts(events: Iterable[PlannedEvent]) -> Iterator[set[int]]:
-    """For each event, those that must be done before it."""
+    """Yields, for each event, the events that must be done before it."""
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     latest: dict[Hashable, int] = {}
@@ -178,10 +178,10 @@ def _conflicts(events: Iterable[PlannedEvent]) -> Iterator[set[int]]:
 
 
 class PlanProgress:
-    """How far a plan has come, and what may happen next.
+    """The progress of a plan, and what may happen next.
 
     Args:
-        kinds: Of the tasks that may run ahead.
+        kinds: The kinds of tasks that may run ahead.
     """
 
     def __init__(self, plan: EventPlan, kinds: str) -> None:
@@ -193,7 +193,7 @@ class PlanProgress:
         self._front = [0] * len(plan.lists)
 
     def left(self, group: int) -> Iterator[int]:
-        """The next events of a group's list that are left."""
+        """Yields the next events of a group's list that are left."""
         events, is_done = self.plan.lists[group], self.is_done
         at = self._front[group]
         while at < len(events) and is_done[events[at]]:
@@ -204,7 +204,7 @@ class PlanProgress:
                 yield number
 
     def may(self, number: int) -> bool:
-        """Whether an event may happen now."""
+        """Returns whether an event may happen now."""
         if self.is_done[number] or self._num_before[number]:
             return False
         event = self.plan.events[number]
@@ -224,10 +224,10 @@ class PlanProgress:
             if not self.plan.events[other].may_move or held + adds[other][group] > peak:
                 return False
             held += adds[other][group] - drops[other][group]
-        return False  # too far ahead to be looked at
+        return False  # too far ahead to be considered
 
     def do(self, number: int) -> None:
-        """An event happens."""
+        """Records that an event happens."""
         self.is_done[number] = True
         self.num_left -= 1
         for group in self.plan.events[number].groups:
@@ -236,13 +236,13 @@ class PlanProgress:
             self._num_before[later] -= 1
 
     def next(self, group: int, has_arrived: Callable[[int], bool], num_in_flight: int) -> int | None:
-        """What a group does now: what is due by its plan, else a ready task ahead of it if the group is idle.
+        """Returns the next event of a group: by its plan, or else a ready task ahead of it if the group is idle.
 
-        The next planned task is also given to a group that has nothing to choose from, before what it reads is there.
+        A group without any choice also gets the next planned task, before the task's inputs have arrived.
 
         Args:
-            has_arrived: Whether all that a task reads from other groups is there.
-            num_in_flight: Tasks of the group that have been handed to its devices and are not done.
+            has_arrived: Whether all inputs of a task from other groups have arrived.
+            num_in_flight: Tasks of the group that have been dispatched to its devices and are not done.
         """
         events, head, has_choice, seen = self.plan.events, None, False, set()
         for number in self.left(group):
@@ -276,6 +276,6 @@ class PlanProgress:
         return head if head is not None and not has_choice and self.may(head) else None
 
     def _is_choice(self, number: int, group: int) -> bool:
-        """Whether a task lacks nothing but what other groups send."""
+        """Returns whether a task lacks nothing but values from other groups."""
         before = (e for e in self.plan.before[number] if self.plan.events[e].kind)
         return all(self.is_done[e] for e in before) and self._fits(number, group)

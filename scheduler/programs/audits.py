@@ -1,11 +1,11 @@
-"""Programs in which other groups run an instruction again, in time that they would idle away, to compare bits.
+"""Programs in which other groups run an instruction again, in time when they would idle, to compare bits.
 
-The instruction's arguments are copied before it runs, and sent to the groups that run it again: its *auditors*. Each of
-them does so where it idles long enough on the clock of :func:`merge`, or else after its last work.
+The instruction's arguments are copied before it runs, and sent to the groups that run it again: its *auditors*. Each
+auditor runs it where it idles long enough on the clock of :func:`merge`, or else after its last work.
 
-What an audit adds is put into the line of all instructions that :func:`merge` makes, where each Recv directly follows
-its Send. It stays such a line, and each group still does its own in its order; so sends and receives match, and nobody
-waits in a circle. Only that values are there when they are used has to be proved anew, for the groups that take part.
+The instructions of an audit are inserted into the order that :func:`merge` makes of all instructions, where each Recv
+directly follows its Send. The result is still one order that each group follows; so sends and receives match, and
+nobody waits in a circle. Only that values are there when they are used is proved again, for the groups involved.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from scheduler.programs.instructions import WORK, Call, Free, Instruction, Progr
 from scheduler.programs.liveness import Liveness
 from scheduler.programs.merging import GroupInstruction, duration, merge
 
-# The calls that an audit adds. Those of auditors end with the number of their group.
+# The calls that an audit adds. The calls of auditors end with the number of their group.
 BEFORE, TAKE, RESULT, AGAIN = "audit.before", "audit.take", "audit.result", "audit.again."
 _RESULT = Value("audited results")
-# By so much of its time at most is a step longer for a vote.
+# The share of its time by which a vote may make a step longer.
 MOST_DELAY = 0.005
 
 
 class WorkTime(NamedTuple):
-    """A task or a call on the clock.
+    """A task or a call, with its times on the clock.
 
     Attributes:
         instruction: The task or the call.
@@ -46,13 +46,13 @@ class WorkTime(NamedTuple):
 
 
 class AuditSlot(NamedTuple):
-    """Where a group runs an instruction again.
+    """The place where a group runs an instruction again.
 
     Attributes:
         delay: How much later the step ends.
-        start: When it begins.
+        start: When the second run begins.
         group: The auditor.
-        place: The position in the merged order of what the group does next.
+        place: The position in the merged order of the group's next work.
     """
 
     delay: int
@@ -67,9 +67,9 @@ class PlannedAudit:
 
     Attributes:
         program: The program with the audit.
-        added: What the audit adds: by position in the order of :func:`merge`, what comes before the instruction there.
+        added: The audit's instructions: by position in the order of :func:`merge`, those before the instruction there.
         auditors: The groups that run the instruction again.
-        copies: By value, what its copy is called.
+        copies: By value, the name of its copy.
         delay: How much longer the step takes on the clock, where a forward task takes 1.
     """
 
@@ -85,12 +85,12 @@ class AuditPlanner:
 
     Args:
         program: A right program.
-        counts: By the number of a loop, how many of its microbatches are run (:func:`with_fewer`); else all are. A plan
-            holds without the later ones too, for an audit has to do with none of them.
+        counts: By the number of a loop, how many of its microbatches are run (:func:`with_fewer`); otherwise all are. A
+            plan also holds without the later ones, because an audit does not use them.
 
     Attributes:
         work: For each group, its tasks and calls on the clock.
-        makespan: How long the program takes there.
+        makespan: The makespan of the program on the clock.
 
     Examples:
         >>> from scheduler import OneFOneB, TaskGraph, lower
@@ -123,19 +123,19 @@ class AuditPlanner:
         candidates: Collection[int] | None = None,
         num_auditors: int = 2,
     ) -> PlannedAudit:
-        """The program, in which other groups run one instruction again.
+        """Plans an audit: the program in which other groups run one instruction again.
 
         Args:
-            group, number: The instruction: which one of the group's tasks and calls.
-            reads: Everything that it takes from the memory of its group, also what its instruction does not name.
-            writes: Everything that it leaves there, also what it updates in place.
-            donates: Those of `reads` whose memory it takes over.
+            group, number: The instruction: its group, and its number among the group's tasks and calls.
+            reads: All its inputs in the memory of its group, also those that the instruction does not name.
+            writes: All its outputs there, also values that it updates in place.
+            donates: The values of `reads` that are donated to it.
             candidates: The groups that may run it again; all others by default.
-            num_auditors: How many groups do, if there are as many that do not delay the end of the step noticeably
-                more than one.
+            num_auditors: How many groups do, if enough of them do not delay the step's end noticeably more than one
+                does.
 
         Raises:
-            ScheduleError: Something is read that is not there, or not written.
+            ScheduleError: A value is read that is not there, or not written.
             ValueError: There is no other group.
         """
         others = [h for h in (range(self._program.num_groups) if candidates is None else candidates) if h != group]
@@ -164,7 +164,7 @@ class AuditPlanner:
         )
 
     def _slot(self, group: int, audited: WorkTime) -> AuditSlot:
-        """The first time after the audited instruction in which a group idles long enough to run it again."""
+        """Finds the first time after the audited instruction in which a group idles long enough to run it again."""
         free, needed = audited.end, audited.end - audited.start
         for work in self.work[group]:
             if work.stays:
@@ -189,7 +189,7 @@ class AuditPlanner:
 
 
 def _on_clock(program: Program, steps: Sequence[GroupInstruction], counts: Mapping[int, int]) -> list[list[WorkTime]]:
-    """For each group, its tasks and calls on the clock of :func:`merge`, in the order that this has made."""
+    """Returns, for each group, its tasks and calls on the clock of :func:`merge`, in the order of `steps`."""
     is_later = later_values(program, counts)
     free_at, issued = [0] * program.num_groups, [0] * program.num_groups
     work: list[list[WorkTime]] = [[] for _ in program.groups]
@@ -214,7 +214,7 @@ def _stays(run: Run, counts: Mapping[int, int]) -> bool:
 
 
 def _taking(group: int, copies: Mapping[Value, Value], auditors: Sequence[int]) -> list[GroupInstruction]:
-    """A group copies arguments, and sends them."""
+    """Returns the instructions of a group that copies arguments, and sends them."""
     found: list[GroupInstruction] = [(group, Call(TAKE, tuple(copies), tuple(copies.values())))]
     for auditor, copy in product(auditors, copies.values()):
         found += [(group, Send(copy, auditor)), (auditor, Recv(copy, group))]
@@ -222,7 +222,7 @@ def _taking(group: int, copies: Mapping[Value, Value], auditors: Sequence[int]) 
 
 
 def _again(group: int, copies: Mapping[Value, Value], donates: Collection[Value]) -> list[GroupInstruction]:
-    """An auditor runs the instruction, and forgets all that it has of it."""
+    """Returns the instructions of an auditor: it runs the instruction again, and frees all its values."""
     taken = tuple(copy for v, copy in copies.items() if v in donates)
     again = Call(f"{AGAIN}{group}", tuple(copies.values()), (_RESULT,), taken)
     left = [_RESULT, *(copy for copy in copies.values() if copy not in taken)]

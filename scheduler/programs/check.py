@@ -18,7 +18,7 @@ _ON_ONE_VALUE = (*TRANSFERS, Free)
 
 @dataclass(frozen=True)
 class Report:
-    """The facts that :func:`check` finds out about a right program.
+    """Facts about a right program, found by :func:`check`.
 
     Attributes:
         peak_bytes: For each group, the most bytes alive at once, inputs and outputs included.
@@ -41,22 +41,22 @@ class Report:
 def check(program: Program, *, streams: Sequence[Stream] | None = None) -> Report:
     """Proves that each group can run its list in order, and that every value is where it is used, when it is used.
 
-    Proved: each loop runs every task once, in the group of its stage, as B or as I and W; nothing is read before it
-    is written or has arrived, nor after a free or a donation; everything is freed once, outputs excepted; sends and
-    receives match, in the same order for each pair of groups; and no deadlock, even if a send blocks until the other
+    Proved: each loop runs every task once, in the group of its stage, as B or as I and W; nothing is read before it is
+    written or has arrived, nor after a free or a donation; everything is freed once, except outputs; sends and receives
+    match, in the same order for each pair of groups; and there is no deadlock, even if a send blocks until the other
     group has come to its receive, and a receive until the value is sent. Linear in instructions.
 
     Args:
         program: Any program, however broken.
         streams: Devices that work in order, each with the groups that it runs (in the order of :func:`merge`) or with
-            its own order, pairs of group and instruction; a group may be on several. Then it is also proved that they
+            its own order of pairs of group and instruction; a group may be on several. Then it is also proved that they
             cannot deadlock where transfers block both sides and each run of a group is a collective of its streams.
 
     Returns:
-        The peak of live bytes of each group, and how many instructions and transfers there are.
+        The peak of live bytes of each group, and the numbers of instructions and transfers.
 
     Raises:
-        ScheduleError: With every fault that was found. For a deadlock it names the cycle.
+        ScheduleError: With every fault that was found. For a deadlock, the error names the cycle.
 
     Examples:
         >>> from scheduler import OneFOneB, TaskGraph, lower
@@ -76,7 +76,7 @@ def check(program: Program, *, streams: Sequence[Stream] | None = None) -> Repor
 
 
 def _faults(program: Program) -> tuple[list[int], list[str]]:
-    """The most bytes alive at once in each group, and all that is wrong."""
+    """Returns the most bytes alive at once in each group, and all faults."""
     peaks: list[int] = []
     faults: list[str] = []
     try:
@@ -86,7 +86,7 @@ def _faults(program: Program) -> tuple[list[int], list[str]]:
             faults += walk.run()
             peaks.append(walk.peak)
         faults += transfer_faults(program)
-    except (TypeError, AttributeError, IndexError):  # something stands there that is no task, no value, or no number
+    except (TypeError, AttributeError, IndexError):  # an entry is not a task, a value or a number
         shape, is_legible = _shape_faults(program)
         if is_legible and not shape:
             raise
@@ -97,7 +97,7 @@ def _faults(program: Program) -> tuple[list[int], list[str]]:
 
 
 def _shape_faults(program: Program) -> tuple[list[str], bool]:
-    """Groups that do not exist, and entries that are no instructions; and whether the program can be read at all."""
+    """Returns groups that do not exist and entries that are no instructions; and whether it can be read at all."""
     faults = []
     legible = True
     groups = range(program.num_groups)
@@ -153,7 +153,7 @@ def _is_task(task: object) -> bool:
 
 
 def _task_faults(program: Program) -> list[str]:
-    """Where a loop does not run every task once, in the group of its stage, as B or as I and W."""
+    """Returns where a loop does not run every task once, in the group of its stage, as B or as I and W."""
     runs: dict[int, list[tuple[int, Task]]] = defaultdict(list)
     for group, instructions in enumerate(program.groups):
         for instruction in instructions:
@@ -177,7 +177,7 @@ def _task_faults(program: Program) -> list[str]:
 
 
 def _covers(runs: Iterable[tuple[int, Task]], placement: Sequence[int], tasks: LoopTasks) -> bool:
-    """Whether all is right. It is quick; `coverage_faults` finds out what is wrong."""
+    """Returns whether all is right. It is quick; `coverage_faults` finds the faults."""
     numbers = Numbers(tasks, "b")
     for group, task in runs:
         if type(task) is not Task or not numbers.add(task, 1):

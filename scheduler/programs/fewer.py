@@ -1,9 +1,9 @@
-"""Plans for fewer microbatches: those for more, without what the later microbatches do.
+"""Plans for fewer microbatches: plans for more, without the instructions of the later microbatches.
 
 A task reads values of its own microbatch alone, and each of these is made, sent, received and freed by instructions of
-this microbatch. So when all instructions of the later microbatches go, nothing that stays misses a value, and sends
-and receives still match. What stays keeps its order, also on the one line of events that proves the program free of
-deadlock (:func:`scheduler.lower`). Hence the proof of a program is one of its programs for fewer microbatches.
+this microbatch. So if all instructions of the later microbatches are removed, no other misses a value, and sends and
+receives still match. The other instructions keep their order, also in the one order of events that proves the program
+free of deadlock (:func:`scheduler.lower`). Hence a program's proof also holds for its programs for fewer microbatches.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from scheduler.task import Orders, Schedule, Task
 
 
 def begins_with(schedule: Schedule, orders: Orders, num_microbatches: int, fewer: int) -> bool:
-    """Whether the orders of a schedule, without the tasks of later microbatches, are its orders for fewer.
+    """Returns whether a schedule's orders, without the tasks of later microbatches, are its orders for fewer.
 
     Args:
-        orders: Those for ``num_microbatches``.
+        orders: The orders for ``num_microbatches``.
         fewer: How many microbatches stay.
 
     Raises:
@@ -39,7 +39,7 @@ def begins_with(schedule: Schedule, orders: Orders, num_microbatches: int, fewer
 
 
 def later_values(program: Program, counts: Mapping[int, int]) -> Callable[[Value], bool]:
-    """Whether a value belongs to a later microbatch than so many of its loop, whose number `counts` have."""
+    """Returns a test whether a value belongs to a microbatch beyond the count of its loop (`counts`, by number)."""
     loop_of = {
         value.name: run.loop
         for instructions in program.groups
@@ -57,10 +57,10 @@ def later_values(program: Program, counts: Mapping[int, int]) -> Callable[[Value
 
 
 def with_fewer(program: Program, counts: Mapping[int, int]) -> Program:
-    """A program without the later microbatches of some of its loops.
+    """Returns a program without the later microbatches of some of its loops.
 
     Args:
-        program: A right one, in which the first run of each task is that of microbatch 0.
+        program: A right program, in which the first run of each task is for microbatch 0.
         counts: By the number of a loop, how many microbatches stay.
     """
     is_later = later_values(program, counts)

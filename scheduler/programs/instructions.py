@@ -1,4 +1,4 @@
-"""The instructions of a group of devices, the program they make, and the graph of tasks it comes from."""
+"""The instructions of a group of devices, the program that they make up, and the graph of tasks that it comes from."""
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -43,14 +43,14 @@ class Edge(NamedTuple):
 class TaskGraph:
     """The values that tasks hand to each other, for one microbatch of a pipelined loop.
 
-    Stated in kinds F, R, I and W; a stage has an R if an edge starts at it. A whole backward ``B`` of a schedule stands
-    for the I and the W of its stage: it writes and reads what either does, and the values that pass between the two
-    stay inside.
+    Stated in kinds F, R, I and W; a stage has an R if an edge starts at it. A whole backward ``B`` of a schedule is the
+    I and the W of its stage: it writes and reads whatever either does, and the values that pass between the two stay
+    inside.
 
     Args:
         num_stages: The number of pipeline stages.
         edges: The arrays that pass between tasks.
-        empty: Stage and kind of tasks with nothing to do. They stay in the order, and read and write nothing.
+        empty: Stage and kind of tasks that do nothing. They stay in the order, and read and write nothing.
         forward_only: The loop has no backward part: B, I and W tasks of a schedule are left out.
     """
 
@@ -96,16 +96,16 @@ class TaskGraph:
 
     @classmethod
     def chain(cls, num_stages: int, activation_bytes: int = 1, forward_only: bool = False) -> "TaskGraph":
-        """The ordinary pipeline: activations down, gradients up, residuals kept from forward to backward.
+        """Returns an ordinary pipeline: activations down, gradients up, residuals kept from forward to backward.
 
-        ``a{s}`` is the activation of stage s, ``r{s}`` what its backward keeps, ``g{s}`` the gradient that its I hands
-        to the stage before, ``w{s}`` what its W needs from its I. Each has ``activation_bytes`` bytes.
+        ``a{s}`` is the activation of stage s, ``r{s}`` the residuals of its backward, ``g{s}`` the gradient that its I
+        hands to the stage before, ``w{s}`` the input of its W from its I. Each has ``activation_bytes`` bytes.
         """
         return cls.over(chain(num_stages), activation_bytes, forward_only)
 
     @classmethod
     def over(cls, reads: Reads, activation_bytes: int = 1, forward_only: bool = False) -> "TaskGraph":
-        """The same for stages that read these others; ``g{s}.{t}`` is the gradient for stage t, if there are several.
+        """Returns a pipeline of stages that read these others; ``g{s}.{t}`` is the gradient for stage t, if several.
 
         Args:
             reads: For each stage, the earlier stages whose activations it reads.
@@ -126,15 +126,15 @@ class TaskGraph:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a task's executable.
+    """Runs a task's executable.
 
     Args:
         task: The task.
-        reads: The values it takes, all alive in this group.
-        writes: The values it makes. A value that is read, donated and written is updated in place.
-        donates: Those of ``reads`` whose memory it takes over: they are gone afterwards, as after a Free.
-        also: Further tasks fused into the same executable; reads and writes are those of all, without what is internal.
-        loop: Which loop of the step the task belongs to.
+        reads: Its inputs, all alive in this group.
+        writes: Its outputs. A value that is read, donated and written is updated in place.
+        donates: The values of ``reads`` that are donated to it: they are gone afterwards, as after a Free.
+        also: Further tasks fused into the same executable; reads and writes are those of all, without internal values.
+        loop: The loop of the step that the task belongs to.
     """
 
     task: Task
@@ -156,7 +156,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run an executable that is no task: work before, between or after the loops of a step."""
+    """Runs an executable that is not a task: work before, between or after the loops of a step."""
 
     name: str
     reads: tuple[Value, ...] = ()
@@ -169,7 +169,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a value to another group, which has a matching Recv. The value stays alive here."""
+    """Sends a value to another group, which has a matching Recv. The value stays alive here."""
 
     value: Value
     to_group: int
@@ -180,7 +180,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Receive a value from another group, which has a matching Send. The value is alive here from now on."""
+    """Receives a value from another group, which has a matching Send. The value is alive here from now on."""
 
     value: Value
     from_group: int
@@ -191,7 +191,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Forget a value: nothing in this group reads or sends it any more."""
+    """Frees a value: nothing in this group reads or sends it any more."""
 
     value: Value
 
@@ -213,7 +213,7 @@ class Transfer(NamedTuple):
 
     @classmethod
     def of(cls, group: int, instruction: Send | Recv) -> "Transfer":
-        """The transfer that a group's instruction takes part in."""
+        """Returns the transfer that a group's instruction takes part in."""
         if isinstance(instruction, Send):
             return cls(instruction.value, group, instruction.to_group)
         return cls(instruction.value, instruction.from_group, group)
@@ -228,7 +228,7 @@ def _signature(reads: tuple[Value, ...], writes: tuple[Value, ...], donates: tup
 
 @dataclass(frozen=True)
 class Program:
-    """What each group executes, in order, and what has to be true around it. Plain data; :func:`check` proves it.
+    """The instructions of each group, in order, and the conditions around them. Plain data; :func:`check` proves it.
 
     Args:
         groups: For each group, its instructions.
@@ -270,15 +270,15 @@ class Program:
         return len(self.placement)
 
     def placement_of(self, loop: int) -> tuple[int, ...]:
-        """For each stage of a loop, the group that runs it."""
+        """Returns, for each stage of a loop, the group that runs it."""
         return self.placements[loop] if self.placements else self.placement
 
     def inputs_of(self, group: int) -> frozenset[Value]:
-        """The values alive in ``group`` at the start."""
+        """Returns the values alive in ``group`` at the start."""
         return self.inputs[group] if group < len(self.inputs) else frozenset()
 
     def outputs_of(self, group: int) -> frozenset[Value]:
-        """The values that must be alive in ``group`` at the end."""
+        """Returns the values that must be alive in ``group`` at the end."""
         return self.outputs[group] if group < len(self.outputs) else frozenset()
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Runs plans with tasks that take longer or shorter than expected, and finds which tasks are worth running ahead."""
+"""Runs plans with tasks that take longer or shorter than expected, and finds the tasks that are worth running ahead."""
 
 import random
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from scheduler.schedules.custom import CustomSchedule
 
 _JITTER, _TRANSFER = 0.3, 0.1  # of a forward task's time
 _NUM_RUNS = 8
-_GAIN = 0.01  # what running ahead must gain to be worth the host's part in it
+_GAIN = 0.01  # the gain of running ahead that is worth the host's work for it
 _LOSS = 1.005  # how much slower it may be without jitter
 _MOST_TASKS = 300
 
 
 def makespan(plan: EventPlan, kinds: str | None, seconds: Callable[[int], float]) -> float:
-    """How long a plan takes if each group does what `PlanProgress.next` says.
+    """Returns how long a plan takes if each group follows `PlanProgress.next`.
 
     Args:
-        kinds: Of the tasks that may run ahead; None for the fixed order.
-        seconds: How long an event takes.
+        kinds: The kinds of tasks that may run ahead; None for the fixed order.
+        seconds: Returns how long an event takes.
     """
     progress, num_groups = PlanProgress(plan, kinds or ""), len(plan.lists)
-    at: dict[int, float] = {}  # when each event is over
+    at: dict[int, float] = {}  # when each event ends
     free, in_flight = [0.0] * num_groups, [list[float]() for _ in range(num_groups)]
     now, times = 0.0, [0.0]
 
@@ -58,11 +58,11 @@ def makespan(plan: EventPlan, kinds: str | None, seconds: Callable[[int], float]
 
 
 def kinds_ahead(schedule: Adaptive, num_microbatches: int) -> str:
-    """The kinds of tasks that groups run ahead: those that the user names, else those that make a step shorter.
+    """Returns the kinds of tasks that groups run ahead: those that the user names, or those that make a step shorter.
 
-    Each choice (none, weight gradients alone, all) runs on a clock with the same random durations; the shortest mean
-    counts, of those that are not slower where all tasks take as long as planned. With many tasks fewer microbatches
-    are run, where the schedule allows.
+    Each choice (none, weight gradients alone, all) runs on a clock with the same random durations. The choice with the
+    shortest mean wins, among those that are not slower if all tasks take as long as planned. With many tasks fewer
+    microbatches are run, if the schedule allows it.
     """
     if schedule.ahead is not None:
         return schedule.ahead
@@ -87,7 +87,7 @@ def kinds_ahead(schedule: Adaptive, num_microbatches: int) -> str:
 
 
 def _plan(schedule: Adaptive, num_microbatches: int) -> EventPlan:
-    """The plan of an ordinary pipeline, or of a graph of stages; the tasks of pairs each by itself."""
+    """Returns the plan of an ordinary pipeline, or of a graph of stages; the tasks of pairs are separate."""
     reads = schedule.reads or chain(schedule.num_stages)
     alone = CustomSchedule(schedule.orders(num_microbatches), schedule.placement, reads=schedule.reads)
     return EventPlan.of(lower(TaskGraph.over(reads), alone, num_microbatches))

@@ -6,14 +6,14 @@ from scheduler.programs.instructions import WORK, Call, Free, Program, Recv, Run
 
 
 def located(group: int, index: int, instruction: object) -> str:
-    """An instruction and where it is, for messages."""
+    """Returns an instruction and its place, for messages."""
     return f"group {group}, #{index} {instruction}"
 
 
 class Liveness:
     """One group's list, run once against the set of values that are alive.
 
-    A right list costs a few set operations an instruction. How a value came to be absent is only looked up for a fault.
+    A right list costs a few set operations an instruction. Why a value is absent is only looked up for a fault.
 
     Attributes:
         peak: The most bytes alive at once.
@@ -31,7 +31,7 @@ class Liveness:
         """Runs the list; returns its faults.
 
         Raises:
-            TypeError: Something stands in the list that is no instruction, no value or no number.
+            TypeError: An entry is not an instruction, or contains something that is not a value or a number.
         """
         alive = self.alive
         for index, instruction in enumerate(self.program.groups[self.group]):
@@ -83,7 +83,7 @@ class Liveness:
             self.peak = self.live
 
     def _let_go(self, value: Value) -> bool:
-        """Forgets a value; whether it was there."""
+        """Frees a value; returns whether it was alive."""
         if value not in self.alive:
             return False
         self.alive.remove(value)
@@ -97,7 +97,7 @@ class Liveness:
         self.faults.append(f"{where}: {text}")
 
     def _fate(self, value: Value) -> str | None:
-        """What became of a value before this point: freed, donated, or None if it was never there."""
+        """Returns what became of a value before this point: freed, donated, or None if it was never there."""
         for index in range(self.index - 1, self._first_made(value), -1):
             instruction = self.program.groups[self.group][index]
             if isinstance(instruction, Free) and instruction.value == value:
@@ -127,13 +127,13 @@ class Liveness:
         return "which nobody writes" if other is None else f"which is in group {other} and never arrives here"
 
     def _first_made(self, value: Value) -> int:
-        """The first instruction that makes a value; that before the first one for an input."""
+        """Returns the first instruction that makes a value; for an input, the place before the first one."""
         never = len(self.program.groups[self.group])
         return -1 if value in self.program.inputs_of(self.group) else self._made.get(value, never)
 
     @cached_property
     def _made(self) -> dict[Value, int]:
-        """For each value that this group writes or receives, the first instruction that does."""
+        """Maps each value that this group writes or receives to the first instruction that does so."""
         made: dict[Value, int] = {}
         for index, instruction in enumerate(self.program.groups[self.group]):
             for value in (instruction.value,) if isinstance(instruction, Recv) else getattr(instruction, "writes", ()):
@@ -142,7 +142,7 @@ class Liveness:
 
 
 def _makes(program: Program, group: int, value: Value) -> bool:
-    """Whether a group starts with a value or writes it."""
+    """Returns whether a group starts with a value or writes it."""
     return value in program.inputs_of(group) or any(
         value in instruction.writes for instruction in program.groups[group] if isinstance(instruction, WORK)
     )

@@ -19,25 +19,25 @@ from scheduler.task import Orders, Schedule, Task, check_schedule
 def lower(
     task_graph: TaskGraph, schedule: Schedule | str, num_microbatches: int, orders: Orders | None = None
 ) -> Program:
-    """The instructions of each group: tasks in the schedule's order, and the transfers and frees between them.
+    """Returns the instructions of each group: tasks in the schedule's order, and the transfers and frees between them.
 
-    All groups' orders are first run once on a clock where F, R, I and W take 1 and B takes 2. That gives one line of
-    events for the whole pipeline: a task at its start, its transfers at its end, transfers first where times are
-    equal. Each transfer is one event that puts a Send in the sender's list and the Recv in the receiver's. Hence no
-    deadlock, even if a send blocks until its receive is posted and a receive until its value is there: take the first
-    event of the line that has not happened; each group that takes part has nothing before it in its list, so it
-    happens.
+    All groups' orders are first run once on a clock where F, R, I and W take 1 and B takes 2. The result is one order
+    of events for the whole pipeline: a task at its start, its transfers at its end, transfers first where times are
+    equal. Each transfer is one event that puts a Send in the sender's list and the Recv in the receiver's. Hence there
+    is no deadlock, even if a send blocks until its receive is posted and a receive until its value is there: take the
+    first event of this order that has not happened; each group that takes part has nothing before it in its list, so
+    the event happens.
 
     A value goes once to each group that reads it, is freed right after its last use in each group, and is not written
     at all if nobody reads it. Linear in tasks and edges.
 
     Args:
-        task_graph: What the tasks of one microbatch hand to each other.
+        task_graph: The values that the tasks of one microbatch hand to each other.
         schedule: The order of each group, and the pairs that become one Run. A name of the catalogue, such as
-            ``"1f1b"``, is that schedule for the graph's number of stages.
+            ``"1f1b"``, means that schedule for the graph's number of stages.
         num_microbatches: How often the loop body runs.
-        orders: The schedule's orders, if they are known already: some schedules take seconds to find them. Where the
-            graph has an R, those of `recomputing`.
+        orders: The schedule's orders, if they are known already: some schedules take seconds to find them. If the graph
+            has an R, the orders of `recomputing`.
 
     Returns:
         The program of one loop, as input for :func:`check`.
@@ -74,7 +74,7 @@ def lower(
 
 
 def _instructions(units: TaskUnits) -> tuple[tuple[Instruction, ...], ...]:
-    """For each group, its instructions."""
+    """Returns the instructions of each group."""
     groups: list[list[Instruction]] = [[] for _ in units.first[1:]]
     flows = _Flows(units)
     for group, is_start, unit in _events(units):
@@ -100,9 +100,9 @@ def _instructions(units: TaskUnits) -> tuple[tuple[Instruction, ...], ...]:
 
 
 def _events(units: TaskUnits) -> Iterator[tuple[int, bool, int]]:
-    """Group, whether it is a start, and unit: starts and ends in order of time.
+    """Yields group, whether it is a start, and unit: starts and ends in order of time.
 
-    Of events at one time ends come first, then the lower group; a group's own events keep their order.
+    At equal times ends come first, then the lower group; a group's own events keep their order.
     """
     starts, total = units.starts(), len(units.units)
     group_of = array("q", [group for group, end in enumerate(units.first[1:]) for _ in range(units.first[group], end)])
@@ -130,10 +130,10 @@ class _UnitValues(NamedTuple):
     """The values that units of one shape read and write.
 
     Attributes:
-        reads: The values by microbatch, which of the unit's microbatches, and the units of the others that read it in
-            this group: the value is freed by the last one.
+        reads: The values by microbatch, which of the unit's microbatches, and the units of the other tasks that read it
+            in this group: the last of these units frees the value.
         writes: The values by microbatch, which of the unit's microbatches, the other groups that read it, and whether
-            this one does.
+            this group does.
     """
 
     reads: list[tuple[list[Value], int, list[array[int]]]]
@@ -141,7 +141,7 @@ class _UnitValues(NamedTuple):
 
 
 class _Flows:
-    """What units read and write, found once for each shape."""
+    """The values that units read and write, found once for each shape."""
 
     def __init__(self, units: TaskUnits) -> None:
         self.units = units
@@ -154,7 +154,7 @@ class _Flows:
         self.flows: dict[Slot | Shape, _UnitValues] = {}
 
     def of(self, tasks: tuple[Task, ...]) -> tuple[_UnitValues, int, int]:
-        """A unit's values, and its lower and higher microbatch."""
+        """Returns a unit's values, and its lower and higher microbatch."""
         if len(tasks) == 1:
             stage, kind, low = tasks[0]
             key, high = (stage, kind), low

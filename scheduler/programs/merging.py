@@ -13,19 +13,19 @@ GroupInstruction = tuple[int, Instruction]
 
 
 def merge(program: Program, groups: Collection[int] | None = None) -> tuple[GroupInstruction, ...]:
-    """The instructions of several groups in one order, the same in every process: pairs of group and instruction.
+    """Merges the instructions of several groups into one order of pairs (group, instruction), alike in every process.
 
     The whole program is run on a clock (F, I, W and calls take 1, B takes 2, transfers nothing) where a Send and its
-    Recv happen together. Instructions come in order of their start, so what waits for a value comes as late as the
-    plan allows, and each Recv directly follows its Send. The order for some groups is the order for all, without the
-    others: processes that own different groups never wait for each other in a circle, even if sends block.
+    Recv happen together. Instructions are ordered by start, so a reader of a value comes as late as the plan allows,
+    and each Recv directly follows its Send. The order for some groups is the order for all, without the others:
+    processes that own different groups never wait for each other in a circle, even if sends block.
 
     Args:
         program: The program; it may hold calls and several loops.
         groups: The groups wanted; all by default.
 
     Raises:
-        ScheduleError: The program deadlocks, or sends and receives do not match (:func:`check` says why).
+        ScheduleError: The program deadlocks, or sends and receives do not match (:func:`check` shows why).
     """
     walk = _Merge(program, set(range(program.num_groups) if groups is None else groups))
     with without_collection():
@@ -36,7 +36,7 @@ def merge(program: Program, groups: Collection[int] | None = None) -> tuple[Grou
 
 
 def positions(program: Program) -> list[int]:
-    """How many of its instructions each group comes to on that clock: not all, if the program deadlocks."""
+    """Returns how many of its instructions each group reaches on that clock: not all, if the program deadlocks."""
     walk = _Merge(program, ())
     walk.run()
     return walk.position
@@ -45,17 +45,17 @@ def positions(program: Program) -> list[int]:
 class _Merge:
     """The program on a clock.
 
-    A Send stands from the moment its value exists, a Recv from the moment the group has started what is before it. Each
-    waits for the other; then both happen.
+    A Send waits from the moment its value exists, a Recv from the moment its group has started all work before it. Once
+    both wait, they happen together.
 
     Attributes:
         wanted: The groups whose instructions are kept.
-        steps: Those that have happened, each with its group.
+        steps: The instructions that have happened, each with its group.
         position: For each group, its next instruction.
         issued: When the group started its last instruction.
-        free_at: When the group's devices are done with it.
-        received_at: When the group received last.
-        waiting: For each group that has come to a transfer whose other side has not, the transfer.
+        free_at: When the group's devices have finished that instruction.
+        received_at: When the group last received a value.
+        waiting: For each group that waits for the other side of a transfer, the transfer.
         heap: The groups' next instructions: the time, the rank among those of the same time, and the group.
     """
 
@@ -104,7 +104,7 @@ class _Merge:
             heappush(self.heap, (self.free_at[group], 2 if waits else 1, group))
 
     def _meet(self, group: int, mine: Send | Recv, time: int) -> None:
-        """One side of a transfer has come: it waits for the other, or both happen."""
+        """Brings one side of a transfer: it waits for the other, or both happen."""
         transfer = Transfer.of(group, mine)
         _, source, target = transfer
         other = target if source == group else source
@@ -128,7 +128,7 @@ class _Merge:
 
 
 def duration(instruction: Instruction) -> int:
-    """Of a task or a call, on the clock of :func:`merge`."""
+    """Returns the duration of a task or a call on the clock of :func:`merge`."""
     if isinstance(instruction, Run):
         if instruction.also:
             return sum(DURATION.get(task.kind, 1) for task in instruction.tasks)

@@ -7,7 +7,7 @@ from scheduler.task import Task
 
 
 def to_data(program: Program) -> dict[str, object]:
-    """A program as lists, tuples, numbers and text: what JSON holds."""
+    """Returns a program as lists, tuples, numbers and text, which JSON can hold."""
     return {
         "groups": [[_instruction(i) for i in group] for group in program.groups],
         "placement": list(program.placement),
@@ -20,10 +20,10 @@ def to_data(program: Program) -> dict[str, object]:
 
 
 def of_data(data: Mapping) -> Program:
-    """The inverse of `to_data`.
+    """Returns the program of such data: the inverse of `to_data`.
 
     Raises:
-        KeyError, TypeError, ValueError: The data is no program's.
+        KeyError, TypeError, ValueError: The data is not a program.
     """
     return Program(
         tuple(tuple(map(_read, group)) for group in data["groups"]),

@@ -8,17 +8,17 @@ from scheduler.programs.instructions import TRANSFERS, WORK, Instruction, Progra
 from scheduler.programs.merging import GroupInstruction, merge
 
 Meeting = tuple[Hashable, frozenset[int]]
-"""Something that several streams do together: its name, and which streams have to come to it."""
+"""Work that several streams do together: its name, and the streams that have to come to it."""
 
-# What a stream may be given as: the groups that it runs, in the order of `merge`, or its instructions in its own order.
+# The forms of a stream: the groups that it runs, in the order of `merge`, or its instructions in its own order.
 Stream = Collection[int] | Sequence[GroupInstruction]
 
 
 def stream_faults(program: Program, streams: Sequence[Stream]) -> list[str]:
-    """What is wrong with devices (streams of instructions) that run a program.
+    """Returns the faults of devices (streams of instructions) that run a program.
 
     A stream does one instruction after the other. A run or call of a group starts when all streams of the group have
-    come to it, since it may hold a collective. A transfer starts when the streams of both groups have come to it;
+    come to it, since it may contain a collective. A transfer starts when the streams of both groups have come to it;
     within one stream, it only has to be sent before it is received.
     """
     orders = [_order(program, stream) for stream in streams]
@@ -27,7 +27,7 @@ def stream_faults(program: Program, streams: Sequence[Stream]) -> list[str]:
 
 
 def meetings(orders: Sequence[Sequence[GroupInstruction]]) -> list[list[Meeting]]:
-    """For each stream, each thing that it does, in order: its name, and the streams that have to come to it."""
+    """Returns each stream's work in order, as meetings: a name, and the streams that have to come to it."""
     homes: dict[int, set[int]] = defaultdict(set)
     for stream, order in enumerate(orders):
         for group, _ in order:
@@ -58,7 +58,7 @@ def _order(program: Program, stream: Stream) -> Sequence[GroupInstruction]:
 
 
 def _incomplete(program: Program, orders: Sequence[Sequence[GroupInstruction]]) -> list[str]:
-    """Groups that no stream runs, or whose instructions are not in a stream as the program has them."""
+    """Returns groups that no stream runs, and groups with other instructions in a stream than in the program."""
     faults, seen = [], set()
     for stream, order in enumerate(orders):
         own: dict[int, list[Instruction]] = defaultdict(list)
@@ -81,7 +81,7 @@ def _incomplete(program: Program, orders: Sequence[Sequence[GroupInstruction]]) 
 
 
 def _deadlock(orders: Sequence[Sequence[GroupInstruction]]) -> list[str]:
-    """The streams that never come to the end, and what each waits for."""
+    """Returns the streams that never come to the end, and what each waits for."""
     todo = meetings(orders)
     position, arrived = _run(todo)
     if not (stuck := blocked(position, todo)):
@@ -95,7 +95,7 @@ def _deadlock(orders: Sequence[Sequence[GroupInstruction]]) -> list[str]:
 
 
 def _run(todo: Sequence[Sequence[Meeting]]) -> tuple[list[int], dict[Hashable, set[int]]]:
-    """How far each comes if a meeting happens when all whom it needs have come to it; and who has come to which."""
+    """Returns how far each comes if a meeting happens once all its streams have come; and who has come to which."""
     arrived: dict[Hashable, set[int]] = defaultdict(set)
 
     def do(one: int, meeting: Meeting, happened: Callable[[Hashable], None]) -> Hashable | None:

@@ -1,4 +1,4 @@
-"""What runs as one executable (tasks and fused pairs), numbered in the order of the groups, and what it waits for."""
+"""Units that run as one executable (tasks and fused pairs), numbered in the order of the groups, with dependencies."""
 
 from __future__ import annotations  # `array[int]` is no expression before Python 3.12
 
@@ -21,7 +21,7 @@ Slot = tuple[int, str]
 
 
 class Shape(NamedTuple):
-    """All that a unit's values depend on but its microbatches: (stage, kind, which microbatch) for each task.
+    """All that a unit's values depend on except its microbatches: (stage, kind, which microbatch) for each task.
 
     The lower of its microbatches is 0, the other one 1.
     """
@@ -30,7 +30,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, unit: tuple[Task, ...]) -> Shape:
-        """The shape of one task, or of a fused pair."""
+        """Returns the shape of one task, or of a fused pair."""
         low = min(task.microbatch for task in unit)
         return cls(tuple((task.stage, task.kind, int(task.microbatch > low)) for task in unit))
 
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 class TaskUnits:
-    """Tasks grouped into what runs as one executable, numbered so that each group's order ascends.
+    """Tasks grouped into units that run as one executable, numbered so that each group's order ascends.
 
     Attributes:
         schedule: The schedule, for its placement.
@@ -75,7 +75,7 @@ class TaskUnits:
         self._sources = self._units_read()
 
     def _numbers(self) -> dict[Slot, array[int]] | None:
-        """For each slot and microbatch its unit; None if tasks are missing, repeated or misplaced."""
+        """Returns, for each slot and microbatch, its unit; None if tasks are missing, repeated or misplaced."""
         numbers = Numbers(self.tasks)
         for group, place in enumerate(pairwise(self.first)):
             for unit in range(*place):
@@ -91,7 +91,7 @@ class TaskUnits:
         raise AssertionError("orders that miss, repeat or misplace a task have a fault")
 
     def _units_read(self) -> dict[tuple[int, str], list[array[int]]]:
-        """For each stage and kind of task, by microbatch, the units whose values it reads; one may be its own."""
+        """Returns, by stage and kind of task and then microbatch, the units that make its inputs, perhaps its own."""
         working = self.unit_of.keys() - self.graph.empty
         producers: dict[Slot, set[Slot]] = defaultdict(set)
         for edge in self.graph.edges:
@@ -105,17 +105,17 @@ class TaskUnits:
         }
 
     def needs(self, unit: int) -> set[int]:
-        """The units that this one waits for."""
+        """Returns the units that this one waits for."""
         found = {units[i] for stage, kind, i in self.units[unit] for units in self._sources[stage, kind]}
         found.discard(unit)
         return found
 
     def duration(self, unit: int) -> int:
-        """How long a unit takes on the clock that puts instructions in order."""
+        """Returns how long a unit takes on the clock that puts instructions in order."""
         return sum(DURATION[task.kind] for task in self.units[unit])
 
     def starts(self) -> array[int]:
-        """When each unit starts if each group runs its order as fast as it can.
+        """Returns when each unit starts if each group runs its order as fast as it can.
 
         Raises:
             ScheduleError: The orders deadlock.

@@ -1,4 +1,4 @@
-"""Proves that sends and receives match, and that groups cannot deadlock where each of them waits for the other."""
+"""Proves that sends and receives match, and that groups cannot deadlock if both sides of a transfer block."""
 
 import dataclasses
 from collections import Counter, defaultdict
@@ -13,7 +13,7 @@ Pair = tuple[int, int]
 
 
 def transfer_faults(program: Program) -> list[str]:
-    """Sends and receives that do not match, and the circle in which groups wait for each other's."""
+    """Returns sends and receives that do not match, and the cycle of groups that wait for each other's transfers."""
     sends, receives = _by_pair(program)
     faults: list[str] = []
     partners: dict[Pair, Counter[Value]] = {}
@@ -26,7 +26,7 @@ def transfer_faults(program: Program) -> list[str]:
 
 
 def _by_pair(program: Program) -> tuple[dict[Pair, list[Value]], dict[Pair, list[Value]]]:
-    """For each pair of groups, the values in the order in which they are sent, and received."""
+    """Returns, for each pair of groups, the values in the order in which they are sent, and received."""
     sends: dict[Pair, list[Value]] = defaultdict(list)
     receives: dict[Pair, list[Value]] = defaultdict(list)
     for group, instructions in enumerate(program.groups):
@@ -39,7 +39,7 @@ def _by_pair(program: Program) -> tuple[dict[Pair, list[Value]], dict[Pair, list
 
 
 def _unmatched(pair: Pair, sent: Sequence[Value], received: Sequence[Value]) -> list[str]:
-    """Sends and receives of a pair that have no partner, or that come in different orders."""
+    """Returns sends and receives of a pair that have no partner, or that come in different orders."""
     names = f"from group {pair[0]} to group {pair[1]}"
     lone = Counter(sent) - Counter(received), Counter(received) - Counter(sent)
     faults = [f"{value} {names}: a send without a receive" for value in lone[0].elements()]
@@ -55,7 +55,7 @@ def _unmatched(pair: Pair, sent: Sequence[Value], received: Sequence[Value]) -> 
 
 
 def _with_partners(program: Program, partners: dict[Pair, Counter[Value]]) -> Program:
-    """The program without the sends and receives that have no partner.
+    """Returns the program without the sends and receives that have no partner.
 
     Args:
         program: The program.
@@ -76,7 +76,7 @@ def _with_partners(program: Program, partners: dict[Pair, Counter[Value]]) -> Pr
 
 
 def _deadlock(program: Program) -> list[str]:
-    """The circle in which groups wait for each other's transfers, if any."""
+    """Returns the cycle in which groups wait for each other's transfers, if any."""
     position = positions(program)
     if not (stuck := blocked(position, program.groups)):
         return []

@@ -10,15 +10,15 @@ from scheduler.task import KINDS, Orders, Pairs, Schedule, check_schedule, reads
 class Adaptive(Schedule):
     """A schedule that is a plan: while the next task of a group waits for a value, the group may run a later one.
 
-    The plan is that of the schedule inside, and is proved as ever. A group departs from it only within what the plan
-    holds in memory and only where the result stays the same to the bit; ``scheduler/programs/ahead.py`` has the rule,
-    and why it cannot deadlock. Everything that is said of the schedule before it runs (simulation, memory, pictures)
-    is said of the plan.
+    The plan is the inner schedule's, and is proved as always. A group departs from it only within the plan's memory,
+    and only where the result stays the same to the bit; ``scheduler/programs/ahead.py`` has the rule, and why it cannot
+    deadlock. Everything that is computed about the schedule before it runs (simulation, memory, pictures) is about the
+    plan.
 
     Args:
         schedule: The plan; or the name of a built-in schedule, for a loop whose marks say how many stages there are.
-        ahead: The kinds of tasks that may run ahead, as in ``"W"`` or ``"FBIW"``. By default those that a simulation
-            of the plan, with tasks that take 30 % more or less than expected, shows to be worth it; perhaps none.
+        ahead: The kinds of tasks that may run ahead, as in ``"W"`` or ``"FBIW"``. By default the kinds worth it in a
+            simulation of the plan, with tasks that take 30 % more or less than expected; perhaps none.
 
     Raises:
         ValueError: There is no such schedule or kind, or the schedule is adaptive already.

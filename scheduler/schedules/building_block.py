@@ -1,4 +1,4 @@
-"""Orders that repeat a building block: every microbatch takes the way of the one before, six slots later.
+"""Orders that repeat a building block: every microbatch follows the pattern of the one before, six slots later.
 
 A slot is the time of one task. Each group runs one task in a slot; two stages of F, I and W take six.
 
@@ -16,12 +16,12 @@ from scheduler.task import Kind, Orders, Task
 
 PERIOD = 6
 Slots = list[dict[int, Task]]
-_KINDS: tuple[Kind, ...] = ("F", "F", "I", "I")  # of a block's ways
+_KINDS: tuple[Kind, ...] = ("F", "F", "I", "I")  # the kinds of a block's ways
 _HELD = {"F": 1, "I": 0, "W": -1}  # what a task adds to the activations that its group holds
 
 
 class BuildingBlock(NamedTuple):
-    """For each group, the slots of the first microbatch's F and I, down and up. W takes a slot that is left."""
+    """The slots of the first microbatch's F and I in each group, down and up. W takes a slot that is left."""
 
     forward_down: tuple[int, ...]
     forward_up: tuple[int, ...]
@@ -30,12 +30,12 @@ class BuildingBlock(NamedTuple):
 
 
 def there_and_back(num_groups: int, down: int, up: int, pauses: Sequence[int]) -> BuildingBlock:
-    """Down the groups and up, so many slots from group to group, and the gradients in the same way.
+    """Returns a block down the groups and up, so many slots from group to group, and the gradients in the same way.
 
     Args:
         num_groups: The number of groups.
-        down: The slots from the start of one group's task to that of the next, on the way down.
-        up: The same on the way up.
+        down: The slots from the start of one group's task to the start of the next group's, on the way down.
+        up: The slots on the way up.
         pauses: Slots to wait before F up, before I up, and before I down.
     """
     last, ways, start = num_groups - 1, list[tuple[int, ...]](), 0
@@ -48,25 +48,25 @@ def there_and_back(num_groups: int, down: int, up: int, pauses: Sequence[int]) -
 
 
 def straight(num_groups: int) -> BuildingBlock:
-    """Straight down the groups and up, and back the same way: activations live as briefly as they can.
+    """Returns a block straight down the groups and up, and back the same way: activations live as briefly as they can.
 
-    Where the number of groups is a multiple of 3, the turn has a pause of two slots; else two tasks would meet.
+    If the number of groups is a multiple of 3, the turn has a pause of two slots; otherwise two tasks would meet.
     """
     return there_and_back(num_groups, 1, 1, (0, 0 if num_groups % 3 else 2, 0))
 
 
 def half_speed_down(num_groups: int) -> BuildingBlock:
-    """Down at half speed, up at full speed, both times: slack for transfers, at half of 1F1B's memory.
+    """Returns a block down at half speed, up at full speed, both times: slack for transfers, at half of 1F1B's memory.
 
-    Where the number of groups is even, the turn has a pause of three slots; else two tasks would meet in a group.
+    If the number of groups is even, the turn has a pause of three slots; otherwise two tasks would meet in a group.
     """
     return there_and_back(num_groups, 2, 1, (0, 0 if num_groups % 2 else 3, 1))
 
 
 def blocks_within(num_groups: int, num_microbatches: int, memory: int) -> Iterator[BuildingBlock]:
-    """Every block of this kind, one to three slots from group to group, that keeps to a memory when it is repeated.
+    """Yields the blocks of this kind, one to three slots from group to group, that repeat within a bound of memory.
 
-    Those whose activations live longest come first: they leave most room to draw the ends of the order together.
+    Blocks with the longest-lived activations come first: they leave most room to draw the ends of the order together.
     ``memory`` counts activations of one stage.
     """
     found = set[tuple[int, BuildingBlock]]()  # with one group, speeds make no difference
@@ -82,7 +82,7 @@ def blocks_within(num_groups: int, num_microbatches: int, memory: int) -> Iterat
 
 
 def repeat(block: BuildingBlock, num_microbatches: int) -> Slots:
-    """The block for all microbatches. Each slot that is left goes to the W that has waited longest."""
+    """Repeats the block for all microbatches. Each slot that is left goes to the W that has waited longest."""
     p = len(block.forward_down)
     slots: Slots = []
     for group in range(p):
@@ -97,7 +97,7 @@ def repeat(block: BuildingBlock, num_microbatches: int) -> Slots:
 
 
 def _with_weights(fixed: dict[int, Task]) -> dict[int, Task]:
-    """A group's F and I, and its W: each slot that is left goes to the one that has waited longest."""
+    """Returns a group's F and I, with its W: each slot that is left goes to the W that has waited longest."""
     row: dict[int, Task] = {}
     waiting: deque[Task] = deque()
     slot, last = 0, max(fixed)
@@ -115,8 +115,8 @@ def _with_weights(fixed: dict[int, Task]) -> dict[int, Task]:
 def squeeze(slots: Slots, block: BuildingBlock, num_microbatches: int, memory: int) -> Slots:
     """Draws both ends together: each task there moves to the first free slot that it can take.
 
-    The ends are the tasks that start before the first microbatch is back, and those that start after the last one is
-    in. Between them everything stays, with the block's slack. No move makes a group hold more than ``memory``.
+    The ends are the tasks that start before the first microbatch is back, and the tasks that start after the last one
+    is in. Everything between them stays, with the block's slack. No move makes a group hold more than ``memory``.
     """
     length = max(map(max, slots)) + 1
     live = [_live(row, length) for row in slots]
@@ -149,17 +149,17 @@ def squeeze(slots: Slots, block: BuildingBlock, num_microbatches: int, memory: i
 
 
 def _live(row: dict[int, Task], length: int) -> list[int]:
-    """How many activations a group holds after each slot."""
+    """Returns how many activations a group holds after each slot."""
     return list(accumulate(_HELD[row[slot].kind] if slot in row else 0 for slot in range(length)))
 
 
 def in_order(slots: Slots, before: int | None = None) -> Orders:
-    """Each group's tasks by slot; with ``before``, only those before that slot."""
+    """Returns each group's tasks by slot; with ``before``, only the tasks before that slot."""
     return tuple(tuple(row[slot] for slot in sorted(row) if before is None or slot < before) for row in slots)
 
 
 def let_run_out(slots: Slots, block: BuildingBlock, problem: Problem, start: int) -> Orders | None:
-    """The slots before ``start``; then list scheduling in the block's order, with W where nothing else can run."""
+    """Returns the slots before ``start``, then list scheduling in the block's order, with W if nothing else can run."""
     p = problem.num_groups
     ranking = Ranking(
         {
@@ -173,7 +173,7 @@ def let_run_out(slots: Slots, block: BuildingBlock, problem: Problem, start: int
 
 
 def orders_of(block: BuildingBlock, problem: Problem, memory: int) -> Iterator[Orders]:
-    """Orders that repeat a block, with both ends as they are, drawn together, and run out from several places on."""
+    """Yields orders that repeat a block, with its ends as they are, drawn together, and run out from several places."""
     p, m = problem.num_groups, problem.num_microbatches
     slots = repeat(block, m)
     yield in_order(slots)

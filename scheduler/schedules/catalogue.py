@@ -35,12 +35,12 @@ SCHEDULES: dict[str, type[ChainSchedule] | type[LoopSchedule] | type[VSchedule]]
 
 
 def find(name: str) -> type[ChainSchedule] | type[LoopSchedule] | type[VSchedule]:
-    """The class for a name of the catalogue or of a class, upper or lower case."""
+    """Returns the class for a name of the catalogue or of a class, upper or lower case."""
     return SCHEDULES[name_of(name)]
 
 
 def name_of(name: str) -> str:
-    """The name in the catalogue for such a name, or for that of a class, upper or lower case."""
+    """Returns the catalogue's name for a name of the catalogue or of a class, upper or lower case."""
     wanted = name.lower().replace("_", "-")
     for known, kind in SCHEDULES.items():
         if wanted in (known, kind.__name__.lower()):
@@ -49,7 +49,7 @@ def name_of(name: str) -> str:
 
 
 def make(name: str, num_stages: int | None = None, num_groups: int | None = None) -> Schedule:
-    """A schedule from its name and whichever of its two numbers it needs.
+    """Makes a schedule from its name and whichever of its two numbers it needs.
 
     Args:
         name: A name of the catalogue (``python -m scheduler compare`` lists them) or of a class, in any case.
@@ -89,9 +89,9 @@ def _given(number: int | None) -> int:
 
 
 def for_marks(name: str, num_marks: int, num_groups: int) -> Schedule:
-    """The schedule of this name that fits a model with so many stage ends, the last of which may be left out.
+    """Returns the schedule of this name for a model with so many stage ends, the last of which may be left out.
 
-    The groups give the number of stages where each has one or two; where it may have any number, the marks do.
+    The groups determine the number of stages if each has one or two; if a group may have any number, the marks do.
 
     Raises:
         ValueError: There is no such schedule, or it needs another number of stages.
@@ -108,7 +108,7 @@ def for_marks(name: str, num_marks: int, num_groups: int) -> Schedule:
 
 
 def on_groups(num_groups: int, stages_per_group: int = 2) -> dict[str, Schedule]:
-    """Every built-in schedule by name, for a number of groups; the looped ones with so many stages a group."""
+    """Returns every built-in schedule by name, for a number of groups; the looped ones with so many stages a group."""
     return {
         name: kind(num_groups * stages_per_group, num_groups) if issubclass(kind, LoopSchedule) else kind(num_groups)
         for name, kind in SCHEDULES.items()
@@ -116,9 +116,9 @@ def on_groups(num_groups: int, stages_per_group: int = 2) -> dict[str, Schedule]
 
 
 def split_costs(costs: Costs, schedule: Schedule) -> Costs:
-    """Costs of one stage a group, for a schedule that cuts each group's work into several equal stages.
+    """Divides the costs of one stage a group, for a schedule that cuts each group's work into several equal stages.
 
-    Times and activations are divided among the group's stages; a transfer costs what it did.
+    Times and activations are divided among the group's stages; the cost of a transfer stays the same.
     """
     groups, per_group = schedule.num_groups, schedule.num_stages // schedule.num_groups
     if per_group == 1:

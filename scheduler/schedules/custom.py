@@ -15,7 +15,7 @@ from scheduler.ordering import order_faults, paired, raise_faults
 from scheduler.task import Orders, Pairs, Reads, Schedule, Task, check_schedule, reads_of
 
 _PAIR = re.compile(r"\((?P<first>\w+);(?P<second>\w+)\)OVERLAP_F_B")
-# What torch.distributed.pipelining may also write: communication and parameter sharding, which lower() makes itself.
+# torch.distributed.pipelining may also write communication and parameter sharding, which lower() makes itself.
 _IGNORED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
@@ -23,7 +23,7 @@ _IGNORED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_G
 class CustomSchedule(Schedule):
     """A schedule from finished orders, for the one number of microbatches that they hold.
 
-    Nothing is assumed about the orders except that each stage lives in one group; they are checked when the schedule is
+    Nothing is assumed about the orders except that each stage lives in one group. They are checked when the schedule is
     made: every task once, in its group, B or both I and W, and no deadlock.
 
     Args:
@@ -92,7 +92,7 @@ class CustomSchedule(Schedule):
         raise_faults("CustomSchedule", faults)
 
     def __str__(self) -> str:
-        """What it is, without its thousands of tasks."""
+        """Returns a summary, without its thousands of tasks."""
         return (
             f"CustomSchedule({counted(self.num_stages, 'stage')} on {counted(self.num_groups, 'group')}, "
             f"{counted(self.num_microbatches, 'microbatch')})"
@@ -112,7 +112,7 @@ class CustomSchedule(Schedule):
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, num_microbatches: int) -> "CustomSchedule":
-        """Any schedule's orders for one number of microbatches, so that they can be edited or written to a file."""
+        """Takes any schedule's orders for one number of microbatches, to be edited or written to a file."""
         check_schedule("CustomSchedule.from_schedule", schedule)
         orders, pairs = schedule.orders(num_microbatches), schedule.fused(num_microbatches)
         return cls(orders, tuple(schedule.placement), pairs, reads=reads_of(schedule))
@@ -173,7 +173,7 @@ def _rows(path: str | Path) -> list[list[str]]:
 
 
 def _tasks_in(rows: list[list[str]]) -> tuple[list[list[Task]], set[tuple[Task, Task]], list[str]]:
-    """Each row's tasks, the fused pairs, and the cells that cannot be read."""
+    """Returns each row's tasks, the fused pairs, and the cells that cannot be read."""
     orders: list[list[Task]] = []
     pairs: set[tuple[Task, Task]] = set()
     faults: list[str] = []
@@ -198,7 +198,7 @@ def _tasks_in(rows: list[list[str]]) -> tuple[list[list[Task]], set[tuple[Task, 
 
 
 def _placement_of(orders: list[list[Task]]) -> tuple[tuple[int, ...], list[str]]:
-    """For each stage, the group that runs its tasks; and the stages whose tasks are not in one group."""
+    """Returns, for each stage, the group that runs its tasks; and the stages with tasks in several groups."""
     groups_of: dict[int, set[int]] = {}
     for group, order in enumerate(orders):
         for task in order:

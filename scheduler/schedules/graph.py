@@ -11,7 +11,7 @@ from scheduler.task import Kind, Orders, Reads, Schedule, Task, check_count
 from scheduler.timing.costs import Costs
 
 RULES = ("1f1b", "gpipe")
-_TICKS = 1000  # that the longest task takes
+_TICKS = 1000  # the time of the longest task
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class GraphSchedule(Schedule):
         placement: For each stage, its group; a group may have any number of stages.
         rule: ``"1f1b"`` or ``"gpipe"``.
         num_groups: The number of groups, if some have no stage.
-        costs: What tasks take on the clock; those of transfers, memory and single microbatches do not count. By default
-            all the same; `mpmd.jit` takes what its loop's tasks take by the roofline of the devices.
+        costs: The times of tasks on the clock; transfers, memory and single microbatches do not count. By default all
+            are equal; `mpmd.jit` takes the times of its loop's tasks by the roofline of the devices.
 
     Raises:
         TypeError: `reads` or `placement` has no entries for stages.
@@ -116,10 +116,10 @@ class _GraphOrders:
             self.stages[group].append(stage)
 
     def run(self) -> Orders:
-        """The orders.
+        """Returns the orders.
 
         Each entry of the heap is a group at a time at which something may have become ready for it: its own last end,
-        or the end of another group's task. A task adds as many entries as there are groups at most, so it ends.
+        or the end of another group's task. A task adds at most as many entries as there are groups, so it ends.
         """
         groups = range(self.schedule.num_groups)
         orders: list[list[Task]] = [[] for _ in groups]
@@ -139,7 +139,7 @@ class _GraphOrders:
         return tuple(map(tuple, orders))
 
     def _groups_that_wait(self) -> list[set[int]]:
-        """For each stage, the groups that may wait for one of its tasks, its own among them."""
+        """Returns, for each stage, the groups that may wait for one of its tasks, its own among them."""
         place, reads = self.schedule.placement, self.schedule.reads
         pairs = zip(reads, readers_of(reads), strict=True)
         return [
@@ -147,7 +147,7 @@ class _GraphOrders:
         ]
 
     def _ready(self, group: int, now: int) -> Task | None:
-        """What a free group runs, if anything is ready; of equals, the last stage."""
+        """Returns the task that a free group runs, if any is ready; of equals, the last stage's."""
         stages, ticks = self.stages[group], self.ticks
         kinds: tuple[Kind, ...] = ("F", "B")
         if self.schedule.rule == "gpipe":
@@ -171,7 +171,7 @@ class _GraphOrders:
 
 
 def _ticks(costs: Costs, num_stages: int) -> dict[Kind, list[int]]:
-    """What F and B of each stage take, in whole numbers: sums of these are equal where times are."""
+    """Returns the times of F and B of each stage as whole numbers: their sums are equal where the times are."""
     found: dict[Kind, list[float]] = {"F": costs.per_stage("forward", num_stages)}
     halves = (costs.per_stage(name, num_stages) for name in ("input_grad", "weight_grad"))
     found["B"] = [sum(pair) for pair in zip(*halves, strict=True)]
@@ -180,11 +180,11 @@ def _ticks(costs: Costs, num_stages: int) -> dict[Kind, list[int]]:
 
 
 def graph_of(schedule: Schedule) -> GraphSchedule | None:
-    """The schedule, or that inside an adaptive one, if it goes over a graph."""
+    """Returns the schedule, or the one inside an adaptive schedule, if it is over a graph."""
     schedule = schedule.schedule if isinstance(schedule, Adaptive) else schedule  # type: ignore[assignment]
     return schedule if isinstance(schedule, GraphSchedule) else None
 
 
 def with_graph(schedule: Schedule, graph: GraphSchedule) -> Schedule:
-    """The schedule, which goes over a graph, for this one."""
+    """Replaces the graph schedule, inside an adaptive one too, by this one."""
     return replace(schedule, schedule=graph) if isinstance(schedule, Adaptive) else graph

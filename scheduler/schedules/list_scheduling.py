@@ -29,7 +29,7 @@ class Problem:
         return len(self.placement)
 
     def of_microbatches(self) -> list[Costs]:
-        """The costs of each microbatch."""
+        """Returns the costs of each microbatch."""
         return self.costs.of_microbatches(self.num_microbatches)
 
     def limit(self, group: int) -> float:
@@ -44,13 +44,13 @@ class Problem:
         return 3 * self.num_stages * self.num_microbatches
 
     def needed_to_start(self) -> list[list[float]]:
-        """For each microbatch and stage, the room of its F and of those of the later stages of the group."""
+        """Returns, for each microbatch and stage, the room of its F and of the F of the group's later stages."""
         return [self._with_later(held) for held in self._held()]
 
     def room_to_start(self) -> list[list[float]]:
-        """The room that F waits for: that of the largest microbatches, where memory has so much.
+        """Returns the room that F waits for: the room of the largest microbatches, if memory has so much.
 
-        Then younger microbatches leave the room that the oldest needs to get through, so the groups cannot starve each
+        Then younger microbatches leave the room that the oldest needs to get through, so groups cannot starve each
         other.
         """
         most = self._with_later(list(map(max, zip(*self._held(), strict=True))))
@@ -61,7 +61,7 @@ class Problem:
         return [one.per_stage("activation_bytes", self.num_stages) for one in self.of_microbatches()]
 
     def _with_later(self, held: Sequence[float]) -> list[float]:
-        """For each stage, what it and the later stages of its group hold."""
+        """Returns, for each stage, what it and the later stages of its group hold."""
         later, found = [0.0] * self.num_groups, list(held)
         for stage in reversed(range(self.num_stages)):
             later[self.placement[stage]] += held[stage]
@@ -76,10 +76,10 @@ class Ranking:
     Args:
         due: For each kind, one number for each stage.
         pace: The time that each microbatch adds.
-        weights_last: W runs only where neither F nor I can.
+        weights_last: W runs only if neither F nor I can.
         patience: How long a group waits for a result that is on its way and due earlier.
         interval: The least time between two starts of the first stage's F, once ``burst`` of them have started.
-            Where memory is tight, a microbatch that starts too early only occupies it for longer.
+            If memory is tight, a microbatch that starts too early only occupies it for longer.
         burst: How many microbatches may start without an interval.
         noise: For each kind, numbers that are added to each stage and microbatch in turn. Empty means none.
     """
@@ -94,7 +94,7 @@ class Ranking:
 
 
 def list_schedule(problem: Problem, ranking: Ranking, prefix: Orders = ()) -> Orders | None:
-    """Orders of tasks F, I and W by a ranking, each stage's microbatches in order; None if memory does not suffice.
+    """Returns orders of F, I and W by a ranking, each stage's microbatches in order; None if memory does not suffice.
 
     Linear in tasks, times the number of stages in a group. With ``prefix``, groups first run those tasks.
     """
@@ -107,14 +107,14 @@ class _Lane:
 
     Args:
         seconds: For each microbatch, how long its task takes.
-        ready: For each microbatch, when what another stage makes for it is there.
-        open: How many microbatches have run the stage's task before this one.
-        room: For each microbatch, what memory must have room for; F alone needs some.
-        holds: For each microbatch, what its task adds to the memory that is held.
+        ready: For each microbatch, when its input from another stage has arrived.
+        open: The number of microbatches that have run the stage's task of the kind before this one.
+        room: For each microbatch, the bytes that memory must have room for; only F needs some.
+        holds: For each microbatch, the bytes that its task adds to the memory that is held.
         next: The microbatch whose turn it is.
         follower: The lane of the stage's task after this one.
-        results: The lane that waits for what this one makes, for each microbatch the time that it takes to arrive, and
-            that lane's group.
+        results: The lane that waits for this lane's results, the time that each microbatch's result takes to arrive,
+            and that lane's group.
     """
 
     stage: int
@@ -163,7 +163,7 @@ class _Listing:
         return tuple(map(tuple, self.orders)) if complete else None
 
     def _choose(self, group: int, now: float) -> tuple[_Lane | None, float]:
-        """The lane whose task a free group runs next; if there is none, the time at which there may be one."""
+        """Returns the lane of the task that a free group runs next; if there is none, when there may be one."""
         lanes, live, limit, pace = self.lanes[group], self.live[group], self.limit[group], self.ranking.pace
         horizon = now + self.ranking.patience
         if self.prefix and len(self.orders[group]) < len(self.prefix[group]):
@@ -208,7 +208,7 @@ class _Listing:
 
 
 def _lanes(problem: Problem, ranking: Ranking) -> list[tuple[_Lane, _Lane, _Lane]]:
-    """For each stage the lanes of F, I and W, linked to the lanes that wait for them."""
+    """Returns, for each stage, the lanes of F, I and W, linked to the lanes that wait for them."""
     n, m, every = problem.num_stages, problem.num_microbatches, problem.of_microbatches()
     need = list(zip(*problem.room_to_start(), strict=True))
     seconds, memory = [one.seconds(n) for one in every], [one.memory(n) for one in every]

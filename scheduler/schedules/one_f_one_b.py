@@ -41,7 +41,7 @@ class LoopSchedule(Schedule):
 
     @property
     def num_chunks(self) -> int:
-        """Stages a group."""
+        """The number of stages a group."""
         return self.num_stages // self.num_groups
 
 
@@ -152,9 +152,9 @@ class InterleavedGPipe(LoopSchedule):
 
 
 def looped(schedule: Schedule, group: int, kind: Kind, rounds: Iterable[int]) -> list[Task]:
-    """A group's tasks of one kind in rounds of so many microbatches: stage after stage, backwards from the last.
+    """Returns a group's tasks of one kind, in rounds of microbatches: stage after stage, backwards from the last.
 
-    Stages are dealt out like cards; those of a `ChainSchedule` are so, one to each group.
+    Stages are dealt out like cards, as they are in a `ChainSchedule`, one to each group.
     """
     stages = range(group, schedule.num_stages, schedule.num_groups)
     tasks, begin = [], 0
@@ -166,7 +166,7 @@ def looped(schedule: Schedule, group: int, kind: Kind, rounds: Iterable[int]) ->
 
 
 def _forwards_first(schedule: Schedule, num_microbatches: int) -> Orders:
-    """All forwards, then all backwards, a stage at a time."""
+    """Returns orders with all forwards, then all backwards, a stage at a time."""
     return tuple(
         tuple(task for kind in ("F", "B") for task in looped(schedule, group, kind, (num_microbatches,)))
         for group in range(schedule.num_groups)
@@ -174,7 +174,7 @@ def _forwards_first(schedule: Schedule, num_microbatches: int) -> Orders:
 
 
 def _in_turn(schedule: Schedule, rounds: Sequence[int], warmups: Iterable[int]) -> Orders:
-    """For each group its warmup of forwards, then a forward and a backward in turn, then the backwards left."""
+    """Returns, for each group, a warmup of forwards, then forward and backward in turn, then the backwards left."""
     orders = []
     for group, warmup in enumerate(warmups):
         forwards, backwards = looped(schedule, group, "F", rounds), looped(schedule, group, "B", rounds)
@@ -184,10 +184,10 @@ def _in_turn(schedule: Schedule, rounds: Sequence[int], warmups: Iterable[int]) 
 
 
 def rounds_of(name: str, num_microbatches: int, num_groups: int) -> tuple[int, ...]:
-    """The sizes of rounds of one microbatch for each group; fewer microbatches are one round.
+    """Returns the sizes of rounds of one microbatch for each group; fewer microbatches are one round.
 
     Raises:
-        ValueError: More than one round does not come out even.
+        ValueError: There is more than one round, and the last one is not full.
     """
     check_count(name, "num_microbatches", num_microbatches)
     if num_microbatches > num_groups and num_microbatches % num_groups:

@@ -11,7 +11,7 @@ _SWITCHES = frozenset({"weights_last", "interval", "burst", "patience"})
 
 
 def random_genes(rng: random.Random) -> Genes:
-    """A random ranking of the kind that has proved useful."""
+    """Returns a random ranking of the kind that has proved useful."""
     return {
         "pace": rng.choice([0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.3, 1.7]),
         "turn_up": rng.choice([0.0, 0.0, rng.uniform(-0.5, 0.5)]),
@@ -30,7 +30,7 @@ def random_genes(rng: random.Random) -> Genes:
 
 
 def ranking_from(problem: Problem, genes: Genes) -> Ranking:
-    """A ranking from genes. Tasks are due as in one microbatch's way on its own, stretched here and there."""
+    """Returns a ranking from genes. Tasks are due as on one microbatch's way on its own, stretched here and there."""
     n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs.of_mean(problem.num_stages)
     forward, input_grad, weight_grad = costs.seconds(n).values()
     over = costs.transfers(n)
@@ -77,7 +77,7 @@ def ranking_from(problem: Problem, genes: Genes) -> Ranking:
 
 
 def neighbour(rng: random.Random, genes: Genes, fresh: Genes) -> Genes:
-    """Genes near the given ones, with some taken from fresh ones."""
+    """Returns genes near the given ones, with some taken from fresh ones."""
     changed = {}
     for name, value in genes.items():
         roll = rng.random()

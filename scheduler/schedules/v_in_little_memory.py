@@ -1,4 +1,4 @@
-"""V schedules for a given memory: about a half and a third of what 1F1B's first group holds."""
+"""V schedules for a given memory: about half and a third of the memory of 1F1B's first group."""
 
 import math
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from scheduler.timing.simulate import simulate_orders
 class _MemoryBound(VSchedule):
     """The best of several orders that all keep to :meth:`memory`.
 
-    The best is the shortest on a clock where every F, I and W takes 1; of several such, the one that suffers least from
-    transfers, from a heavier last stage and from stages that differ by up to a fifth.
+    The best order is the shortest on a clock where every F, I and W takes 1. Among equally short orders, it is the one
+    that suffers least from transfers, from a heavier last stage and from stages that differ by up to a fifth.
     """
 
     def memory(self) -> int:
-        """The most activations of one stage that a group holds."""
+        """Returns the most activations of one stage that a group holds."""
         raise NotImplementedError
 
     def orders(self, num_microbatches: int) -> Orders:
@@ -44,7 +44,7 @@ class _MemoryBound(VSchedule):
         return min(best, key=elsewhere)
 
     def _candidates(self, problem: Problem) -> Iterator[Orders | None]:
-        """Orders to choose from; None where memory did not suffice."""
+        """Yields orders to choose from; None where memory did not suffice."""
         for setting in _SETTINGS:
             genes = {"patience": 0.0, "noise": 0.0, **dict(zip(_NAMES, setting, strict=True))}
             yield list_schedule(problem, ranking_from(problem, genes))
@@ -56,7 +56,7 @@ class _MemoryBound(VSchedule):
 
 
 def _other_costs(num_stages: int) -> tuple[Costs, ...]:
-    """Slow transfers, a heavier last stage, and six times stages that differ, spread by the golden ratio."""
+    """Returns slow transfers, a heavier last stage, and six times stages that differ, spread by the golden ratio."""
     last = (*[1.0] * (num_stages - 1), 1.5)
 
     def spread(sample: int) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Schedules for two stages a group, folded like a V: the last stage lives beside the first."""
+"""Schedules for two stages a group, folded like a V: the last stage is in the same group as the first."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class VSchedule(Schedule):
 
 
 def v_placement(num_groups: int) -> tuple[int, ...]:
-    """Stage to group, down and up again: (0, 1, 1, 0) for two groups."""
+    """Returns the group of each stage, down and up again: (0, 1, 1, 0) for two groups."""
     return (*range(num_groups), *reversed(range(num_groups)))
 
 
@@ -37,7 +37,7 @@ class _OrderBuilder:
         self.waiting: deque[Task] = deque()
 
     def left(self, kind: Kind, leg: int) -> int:
-        """How many microbatches of this kind are still to come."""
+        """Returns how many microbatches of this kind are still to come."""
         return self.num_microbatches - self.count[kind, leg]
 
     def forward(self, leg: int) -> None:
@@ -209,7 +209,7 @@ class DualPipeV(VSchedule):
             build.weight_grad()
             build.forward(1)
         for index in range(num_microbatches - 2 * p + group + 1):
-            # The last group's first gradient is that of the microbatch it has just run: nothing there could overlap.
+            # The last group's first gradient is for the microbatch that it has just run: nothing there could overlap.
             pair(0, fuse=index > 0 or group < p - 1)
             pair(1)
         for _ in range(p - 1 - group):

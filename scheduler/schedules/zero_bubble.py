@@ -103,7 +103,7 @@ class KimiK2(LoopSchedule):
 def _delayed_weights(
     schedule: Schedule, rounds: Sequence[int], warmups: Sequence[int], delays: Sequence[int]
 ) -> Orders:
-    """For each group its warmup of forwards, then F and I in turn; I number i is followed by W number i - delay.
+    """Returns each group's warmup of forwards, then F and I in turn; I number i is followed by W number i - delay.
 
     The weight gradients that are left come last.
     """

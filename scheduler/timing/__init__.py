@@ -1,1 +1,1 @@
-"""From an order of tasks and their times to a timeline: how long it takes, what waits, and pictures of it."""
+"""From an order of tasks and their times to a timeline: how long it takes, where it waits, and pictures of it."""

@@ -21,9 +21,9 @@ def run_on_clock(
     over: Sequence[float],
     reads: Reads | None = None,
 ) -> tuple[Times, Times]:
-    """The starts and the ends of every group's tasks, each as soon as what it waits for has arrived.
+    """Returns the starts and the ends of every group's tasks, each as soon as all that it waits for has arrived.
 
-    A fused pair starts when both could, and hands on all at its end.
+    A fused pair starts when both tasks could, and hands on all results at its end.
 
     Args:
         orders: For each group, its tasks in order.
@@ -31,7 +31,7 @@ def run_on_clock(
         placement: For each stage, its group.
         num_microbatches: The number of microbatches.
         seconds: For each kind, the time of its tasks, at stage times microbatches plus microbatch.
-        over: The time over the boundary behind a stage, at the same places.
+        over: The time over the boundary after a stage, indexed in the same way.
         reads: For each stage, the stages that it exchanges values with; None for a chain.
 
     Raises:
@@ -40,13 +40,13 @@ def run_on_clock(
     m, size = num_microbatches, len(placement) * num_microbatches
     waits = _what_tasks_wait_for(placement, m, chain(len(placement)) if reads is None else reads)
     # When each event has happened, -1 before. The end of F is the event at stage times microbatches plus microbatch,
-    # the end of I or B is that plus `size`. That of W and R is none: no other group waits for them.
+    # the end of I or B is that plus `size`. W and R have no event: no other group waits for them.
     happened = array("d", [-1.0]) * (2 * size)
     starts: Times = tuple(array("d") for _ in orders)
     ends: Times = tuple(array("d") for _ in orders)
     clock = [0.0] * len(orders)
 
-    # What a large simulation spends its time in.
+    # A large simulation spends its time here.
     def do(group: int, unit: tuple[Task, ...], happens: Callable[[int], None]) -> int | None:
         now = clock[group]
         for stage, kind, microbatch in unit:
@@ -87,9 +87,9 @@ def run_on_clock(
 def _what_tasks_wait_for(
     placement: Sequence[int], num_microbatches: int, reads: Reads
 ) -> dict[tuple[int, Kind], list[tuple[int, int]]]:
-    """For each stage and kind, the events that its task waits for, and where in ``over`` their time on the way is.
+    """Returns, for each stage and kind, the events that its task waits for, and the places of their times in ``over``.
 
-    Both for microbatch 0; the latter is -1 within a group. A skip over stages takes the time over its sender's own
+    Both are for microbatch 0; the latter is -1 within a group. A skip over stages takes the time over its sender's own
     boundary.
     """
     m, size = num_microbatches, len(placement) * num_microbatches
@@ -104,12 +104,12 @@ def _what_tasks_wait_for(
 
 
 def _stuck(units: Sequence[Sequence[tuple[Task, ...]]], reads: Reads | None, num_stages: int) -> str | None:
-    """Why no group can go on; a fused pair waits as one."""
+    """Returns why no group can continue; a fused pair waits as one."""
     name = {task: "+".join(map(str, unit)) for row in units for unit in row for task in unit}
     waits_for = graph_needs(reads, num_stages)
 
     def is_needed(need: Task) -> bool:
-        """Of B and I, which stand for each other, only the one that some group runs."""
+        """Returns whether a need is real: of B and I, which stand for each other, only the one that some group runs."""
         other = need._replace(kind="I" if need.kind == "B" else "B")
         return need in name or need.kind not in "BI" or other not in name
 

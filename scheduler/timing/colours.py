@@ -1,4 +1,4 @@
-"""How tasks look in pictures: one hue a stage, one shade and one pattern a kind."""
+"""The look of tasks in pictures: one hue a stage, one shade and one pattern a kind."""
 
 import colorsys
 from collections.abc import Container
@@ -13,7 +13,7 @@ HATCHES = {
 
 
 def pattern_definitions(kinds: Container[str]) -> str:
-    """The patterns of these kinds, each named by its letter, to be put into an SVG once."""
+    """Returns the patterns of these kinds, each named by its letter, to be put into an SVG once."""
     made = (
         f'<pattern id="{kind}" width="6" height="6" patternUnits="userSpaceOnUse">{drawing}</pattern>'
         for kind, drawing in HATCHES.items()
@@ -23,9 +23,9 @@ def pattern_definitions(kinds: Container[str]) -> str:
 
 
 def colour(stage: int, kind: str, num_stages: int) -> str:
-    """The colour of a task: one hue a stage, from green over blue to violet; one shade a kind.
+    """Returns the colour of a task: one hue a stage, from green over blue to violet; one shade a kind.
 
-    No stage is red, which looks like an error. As hex: not every viewer reads hsl().
+    No stage is red, which looks like an error. The colour is hex, because not every viewer reads hsl().
     """
     hue = (95 + 180 * stage / max(num_stages - 1, 1)) / 360
     channels = colorsys.hls_to_rgb(hue, _LIGHTNESS[kind] / 100, 0.75)

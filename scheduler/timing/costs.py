@@ -1,4 +1,4 @@
-"""The time and memory of tasks: given, measured in a run, or read from a file."""
+"""The time and memory of tasks: specified, measured in a run, or read from a file."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ from scheduler.base.texts import counted
 from scheduler.task import Kind, Task
 
 PerStage = float | tuple[float, ...]
-# What a larger microbatch has more of.
+# The costs that grow with a larger microbatch.
 _GROWING = (
     "forward",
     "input_grad",
@@ -44,14 +44,14 @@ class Costs:
         input_grad: Seconds of I.
         weight_grad: Seconds of W. B takes input_grad + weight_grad.
         transfer_s: Seconds from the end of a task until another group can read its result; for stage s, over the
-            boundary between s and s + 1, in either direction. Transfers cost the devices nothing and never queue.
+            boundary between s and s + 1, in either direction. Transfers take no time of the devices and never queue.
         transfer_bytes: Bytes that cross that boundary for each microbatch and direction.
         bytes_per_s: Bandwidth: transfers take transfer_s + transfer_bytes / bytes_per_s.
-        activation_bytes: What a stage holds of a microbatch from its F until its B or W.
-        released_at_input_grad: The part of activation_bytes that is let go after I already.
-        recompute: Seconds of R, what I and W need of the forward and did not keep. It runs right before I, and does
-            not wait for the gradient that I waits for.
-        microbatches: For each microbatch its own Costs, or a number: so many times the seconds and bytes given beside.
+        activation_bytes: Bytes that a stage holds for a microbatch from its F until its B or W.
+        released_at_input_grad: The part of activation_bytes that is released already after I.
+        recompute: Seconds of R, which recomputes residuals of the forward that I and W need. It runs right before I,
+            and does not wait for the gradient that I waits for.
+        microbatches: For each microbatch its own Costs, or a number that multiplies the seconds and bytes given here.
             Empty if all cost the same.
 
     Examples:
@@ -94,7 +94,7 @@ class Costs:
         object.__setattr__(self, "microbatches", tuple(self._microbatches()))
 
     def _microbatches(self) -> "Iterator[Costs]":
-        """The costs of each microbatch, from what was given; those of equal numbers are one object."""
+        """Yields the costs of each microbatch, from the argument; microbatches of equal numbers share one object."""
         known: dict[float, Costs] = {}
         if not isinstance(self.microbatches, Iterable) or isinstance(self.microbatches, str):
             raise ValueError(f"Costs: microbatches is {self.microbatches!r}; expected one entry for each microbatch.")
@@ -132,7 +132,7 @@ class Costs:
                 )
 
     def per_stage(self, name: str, num_stages: int) -> list[float]:
-        """The cost called ``name`` as a list with one number for each stage."""
+        """Returns the cost called ``name`` as a list with one number for each stage."""
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return [value] * num_stages
@@ -144,15 +144,15 @@ class Costs:
         return list(value)
 
     def recomputed(self, num_stages: int) -> set[int]:
-        """The stages whose R takes time."""
+        """Returns the stages with an R that takes time."""
         every = {id(one): one for one in self.microbatches or (self,)}.values()
         return {s for one in every for s, seconds in enumerate(one.per_stage("recompute", num_stages)) if seconds}  # type: ignore[union-attr]
 
     def of_microbatches(self, num_microbatches: int) -> "list[Costs]":
-        """The costs of each microbatch.
+        """Returns the costs of each microbatch.
 
         Raises:
-            ValueError: They were given for another number of microbatches.
+            ValueError: The costs are for another number of microbatches.
         """
         if not self.microbatches:
             return [self] * num_microbatches
@@ -164,7 +164,7 @@ class Costs:
         return [one for one in self.microbatches if isinstance(one, Costs)]
 
     def of_mean(self, num_stages: int) -> "Costs":
-        """The costs of a mean microbatch."""
+        """Returns the costs of a mean microbatch."""
         if not self.microbatches:
             return self
         every = self.of_microbatches(len(self.microbatches))
@@ -173,18 +173,18 @@ class Costs:
         return replace(self, **means, microbatches=())
 
     def in_order(self, order: Sequence[int]) -> "Costs":
-        """The costs of the same microbatches in another order: number ``order[k]`` in place k."""
+        """Returns the costs of the same microbatches in another order: number ``order[k]`` in place k."""
         return replace(self, microbatches=tuple(self.microbatches[i] for i in order))
 
     def duration(self, kind: Kind, stage: int) -> float:
-        """Seconds of a task, where all microbatches cost the same."""
+        """Returns the seconds of a task, if all microbatches cost the same."""
         if kind == "B":
             return self.duration("I", stage) + self.duration("W", stage)
         value = {"F": self.forward, "I": self.input_grad, "W": self.weight_grad, "R": self.recompute}[kind]
         return value[stage] if isinstance(value, tuple) else value
 
     def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
-        """For each of the kinds F, I and W, the seconds of each stage's task."""
+        """Returns, for each of the kinds F, I and W, the seconds of each stage's task."""
         return {
             "F": self.per_stage("forward", num_stages),
             "I": self.per_stage("input_grad", num_stages),
@@ -192,19 +192,19 @@ class Costs:
         }
 
     def memory(self, num_stages: int) -> dict[Kind, list[float]]:
-        """For each of the kinds F, I and W, what each stage's task adds to the memory that is held."""
+        """Returns, for each of the kinds F, I and W, the bytes that each stage's task adds to the held memory."""
         held = self.per_stage("activation_bytes", num_stages)
         early = self.per_stage("released_at_input_grad", num_stages)
         late = [one - other for one, other in zip(early, held, strict=True)]
         return {"F": held, "I": [-one for one in early], "W": late}
 
     def transfers(self, num_stages: int) -> list[float]:
-        """Seconds over the boundary behind each stage."""
+        """Returns the seconds over the boundary after each stage."""
         latency, nbytes = self.per_stage("transfer_s", num_stages), self.per_stage("transfer_bytes", num_stages)
         return [one + size / self.bytes_per_s for one, size in zip(latency, nbytes, strict=True)]
 
     def transfers_between(self, placement: Sequence[int]) -> list[float]:
-        """Seconds over the boundary behind each stage, and 0 where the next stage lives in the same group."""
+        """Returns the seconds over the boundary after each stage, and 0 if the next stage lives in the same group."""
         seconds = self.transfers(len(placement))
         for stage, (here, there) in enumerate(pairwise(placement)):
             if here == there:
@@ -215,15 +215,15 @@ class Costs:
     def measured(
         cls, durations: Timed | Iterable[tuple[Task, float]], *, shapes: Sequence[Hashable] | None = None, **others: Any
     ) -> "Costs":
-        """Costs from the times of a real run: the median for each kind and stage.
+        """Returns costs from the times of a real run: the median for each kind and stage.
 
-        Where a run has B and no I and W, half of B counts for each. A stage without a task of some kind takes 0.
+        If a run has B and no I and W, half of B counts for each. A stage without a task of some kind takes 0.
 
         Args:
             durations: The timeline of a run, or pairs of task and seconds; leave out the first microbatches of a cold
                 run.
-            shapes: For each microbatch of the run, its shape. Then each shape is measured on its own, and the costs
-                are those of a loop over these microbatches.
+            shapes: For each microbatch of the run, its shape. Then each shape is measured on its own, and the result is
+                the costs of a loop over these microbatches.
             **others: The costs that a timeline does not show (transfer_s, activation_bytes, …).
 
         Raises:
@@ -270,7 +270,7 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str) -> "Costs":
-        """Costs from JSON: an object with the arguments' names, or a Chrome trace with events named as tasks.
+        """Reads costs from JSON: an object with the arguments' names, or a Chrome trace with events named as tasks.
 
         Raises:
             ValueError: The text is not JSON, or neither of these two.
@@ -301,7 +301,7 @@ class Costs:
 
 
 def costs_in(path: str | Path) -> Costs:
-    """The costs in a file of JSON that the option `--costs` names; errors name both."""
+    """Returns the costs in a file of JSON that the option `--costs` names; errors name both."""
     try:
         return Costs.from_json(read_text(path))
     except UnicodeDecodeError:
@@ -317,6 +317,6 @@ def _check_names(given: Mapping[str, object]) -> None:
 
 
 def check_costs(owner: str, costs: object) -> None:
-    """Raises a ValueError that names the argument if these are no costs."""
+    """Raises a ValueError that names the argument if these are not costs."""
     if not isinstance(costs, Costs):
         raise ValueError(f"{owner}: costs is {costs!r:.60}; expected scheduler.Costs(...).")

@@ -1,4 +1,4 @@
-"""Runs fixed orders on a clock again and again, for other durations each time: what a search over durations needs."""
+"""Runs fixed orders on a clock again and again with different durations, for a search over durations."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,12 +14,12 @@ Event = tuple[int, bool, int]
 class Replay:
     """The makespan and the peaks of orders that do not change, for any durations.
 
-    The same clock as :func:`scheduler.simulate`, about ten times as fast: who waits for whom is found once.
+    The same clock as :func:`scheduler.simulate`, about ten times as fast: dependencies are found only once.
 
     Args:
         orders: For each group, its tasks in order; they must not deadlock.
         placement: For each stage, its group.
-        num_microbatches: For :meth:`ends`, which takes durations for each microbatch. Else they are those of all.
+        num_microbatches: For :meth:`ends`, which takes durations for each microbatch. Otherwise they hold for all.
         reads: For each stage, the stages that it exchanges values with; None for a chain.
     """
 
@@ -35,13 +35,13 @@ class Replay:
 
     def makespan(self, forward: Sequence[float], input_grad: Sequence[float], weight_grad: Sequence[float],
                  over: Sequence[float], after: Sequence[float] = ()) -> float:  # fmt: skip
-        """Seconds from the first start to the last end.
+        """Returns the seconds from the first start to the last end.
 
         Args:
             forward: Seconds of F of each stage.
-            input_grad: Those of I.
-            weight_grad: Those of W; B takes both.
-            over: Seconds over the boundary behind each stage, in either direction.
+            input_grad: Seconds of I.
+            weight_grad: Seconds of W; B takes both.
+            over: Seconds over the boundary after each stage, in either direction.
             after: Seconds of each group after its last task.
         """
         seconds = [0.0] * (5 * len(forward))
@@ -51,13 +51,13 @@ class Replay:
         return max(map(sum, zip(clock, after, strict=True))) if after else max(clock)
 
     def ends(self, seconds: Sequence[float], waits: Sequence[float]) -> list[float]:
-        """When each group ends.
+        """Returns when each group ends.
 
         Args:
-            seconds: Of a task: at five times its stage plus 0 for F, 1 for I, 2 for W, 3 for B, 4 for R; all that times
-                the microbatches plus its own.
-            waits: Of a result over the boundary behind a stage, to another group: at the stage plus one times
-                microbatches plus microbatch. The first ones are 0: within a group nothing is on its way.
+            seconds: For tasks, at ((5 * stage) + k) * microbatches + microbatch, with k = 0 for F, 1 for I, 2 for W, 3
+                for B and 4 for R.
+            waits: For results over the boundary after a stage, to another group, at (stage + 1) * microbatches +
+                microbatch. The first ones are 0: within a group there are no transfers.
         """
         clock = [0.0] * self.num_groups
         ends: list[float] = []
@@ -74,7 +74,7 @@ class Replay:
         return clock
 
     def peaks(self, activations: Sequence[float]) -> list[float]:
-        """For each group, the most bytes of activations that it holds, from the bytes of a microbatch in each stage."""
+        """Returns each group's most bytes of activations, from the bytes of a microbatch in each stage."""
         return [
             max((sum(n * activations[s] for s, n in counts.items()) for counts in held), default=0.0)
             for held in self._held
@@ -84,8 +84,8 @@ class Replay:
 def _steps(
     orders: Orders, placement: tuple[int, ...], num_microbatches: int, reads: Reads
 ) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """All tasks in an order in which each comes after what it waits for: its group, where its seconds stand, and for
-    each task of another stage that it waits for, its position and where the seconds of that way stand.
+    """Returns all tasks in a topological order: for each, its group, the index of its seconds, and for each task of
+    another stage that it waits for, that task's position and the index of the transfer's seconds.
     """
     m, readers = num_microbatches, readers_of(reads)
     at: dict[Event, int] = {}
@@ -112,7 +112,7 @@ def _steps(
 
 
 def _counts(order: Sequence[tuple[int, str, int]], placement: tuple[int, ...], group: int) -> list[dict[int, int]]:
-    """The largest sets of microbatches that a group holds at once, as numbers for each of its stages."""
+    """Returns the largest sets of microbatches that a group holds at once, as numbers for each of its stages."""
     stages = [s for s, g in enumerate(placement) if g == group]
     now = dict.fromkeys(stages, 0)
     found: list[dict[int, int]] = []

@@ -12,17 +12,17 @@ from scheduler.timing.timeline import Timeline
 
 
 def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = None, *, fuse: bool = False) -> Timeline:
-    """Runs a schedule on a clock: each group in order, each task as soon as what it waits for has arrived.
+    """Runs a schedule on a clock: each group in order, each task as soon as all that it waits for has arrived.
 
     Linear in tasks.
 
     Args:
         schedule: Any schedule.
         num_microbatches: How often the loop body runs.
-        costs: What tasks take and hold, of all microbatches or of each; by default 1 for F, I and W each, and
-            transfers nothing.
-        fuse: Count each pair that the schedule wants fused as one unit, which starts when both could and hands on its
-            results at its end. By default the pair's tasks run one after the other.
+        costs: The time and memory of tasks, of all microbatches or of each; by default 1 for F, I and W each, and
+            transfers take nothing.
+        fuse: Counts each pair that the schedule wants fused as one unit, which starts when both tasks could and hands
+            on its results at its end. By default the pair's tasks run one after the other.
 
     Raises:
         ScheduleError: The orders deadlock; the message has the cycle.
@@ -54,7 +54,7 @@ def simulate_orders(
     name: str = "schedule",
     reads: Reads | None = None,
 ) -> Timeline:
-    """The same as :func:`simulate`, for orders at hand."""
+    """Runs orders at hand on a clock, like :func:`simulate`."""
     costs = Costs() if costs is None else costs
     starts, ends = _on_clock(orders, fused, placement, num_microbatches, costs, reads)
     counts, nbytes = peaks(orders, len(placement), costs, num_microbatches)
@@ -64,12 +64,12 @@ def simulate_orders(
 def timeline_of(
     runs: Iterable[tuple[int, Sequence[Task], float, float]], placement: Sequence[int], name: str
 ) -> Timeline:
-    """The timeline of what ran, from the first start on; its costs are the median durations.
+    """Returns the timeline of tasks that ran, from the first start on; its costs are the median durations.
 
     Args:
         runs: For each run, its group, its tasks (two of a fused pair take half of it each), its start and its end.
         placement: For each stage, its group.
-        name: What the timeline is called.
+        name: The timeline's name.
 
     Raises:
         ValueError: Nothing ran.
@@ -103,7 +103,7 @@ def _on_clock(
 
 
 def _flat(every: Sequence[Costs], of_stages: Callable[..., Sequence[float]], *args: object) -> list[float]:
-    """A list of a number for each stage and microbatch, stage after stage, from those of each microbatch."""
+    """Returns a number for each stage and microbatch, stage after stage, from the numbers of each microbatch."""
     known: dict[int, Sequence[float]] = {}
     for one in every:
         if id(one) not in known:
@@ -116,7 +116,7 @@ def _flat(every: Sequence[Costs], of_stages: Callable[..., Sequence[float]], *ar
 def peaks(
     orders: Sequence[Sequence[Task]], num_stages: int, costs: Costs, num_microbatches: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The most activations and the most bytes that each group holds. They follow from its order alone."""
+    """Returns the most activations and the most bytes that each group holds. They follow from its order alone."""
     every = costs.of_microbatches(num_microbatches)
     added: dict[Kind, list[float]] = {}
     for kind in ("F", "I", "W"):

@@ -23,7 +23,7 @@ _UNIT, _ROW, _LEFT, _TOP, _RIGHT = 22.0, 26.0, 70.0, 34.0, 150.0
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """When each task of a schedule starts and ends, with the figures that follow. ``str()`` draws it.
+    """The start and end of each task of a schedule, and figures derived from them. ``str()`` draws it.
 
     Attributes:
         orders: For each group, its tasks in order.
@@ -31,7 +31,7 @@ class Timeline:
         placement: For each stage, its group.
         costs: The costs that made it.
         peak_activations: For each group, the most activations of a stage and microbatch held at once: from F to B or W.
-        peak_bytes: For each group, the same in bytes, with what is released at I let go there.
+        peak_bytes: For each group, the same in bytes; bytes that are released at I count until there.
     """
 
     orders: Orders
@@ -51,11 +51,11 @@ class Timeline:
 
     @property
     def durations(self) -> Iterator[tuple[Task, float]]:
-        """Each task and how long it took, group by group: what :meth:`Costs.measured` takes."""
+        """Yields each task and how long it took, group by group, as :meth:`Costs.measured` takes them."""
         return ((task, end - start) for group in range(self.num_groups) for task, start, end in self.row(group))
 
     def row(self, group: int) -> Iterator[tuple[Task, float, float]]:
-        """A group's tasks in order, each with its start and its end."""
+        """Yields a group's tasks in order, each with its start and its end."""
         return zip(self.orders[group], self.starts[group], self.ends[group], strict=True)
 
     @cached_property
@@ -74,15 +74,15 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all groups' time, from the first start to the last end, in which they do nothing."""
+        """The share of all groups' time, from the first start to the last end, in which they idle."""
         total = self.num_groups * self.makespan
         return 1 - sum(self.busy) / total if total else 0.0
 
     @property
     def idle_within_span(self) -> tuple[float, ...]:
-        """For each group, the time it does nothing between its own first start and its own last end.
+        """For each group, the time it idles between its own first start and its own last end.
 
-        This is the figure that counts where steps follow each other without a barrier.
+        This figure counts if steps follow each other without a barrier.
         """
         spans = (
             ends[-1] - starts[0] if len(ends) else 0.0 for starts, ends in zip(self.starts, self.ends, strict=True)
@@ -132,7 +132,7 @@ class Timeline:
             path.append(task)
 
     def colour(self, stage: int, kind: str) -> str:
-        """The colour of a task."""
+        """Returns the colour of a task."""
         return colour(stage, kind, len(self.placement))
 
     def __str__(self) -> str:
@@ -141,10 +141,10 @@ class Timeline:
     __repr__ = object.__repr__
 
     def to_svg(self) -> str:
-        """The picture as SVG text.
+        """Returns the picture as SVG text.
 
         Groups are rows, a stage is a hue, a kind is a shade and a pattern as well as its letter (F plain, B crossed, I
-        hatched, W dotted), with the microbatch behind it; fused pairs share a frame. At the side the most activations
+        hatched, W dotted), followed by the microbatch; fused pairs share a frame. At the side is the most activations
         held.
         """
         shortest = _step(self) or 1.0
@@ -168,7 +168,7 @@ class Timeline:
         return "\n".join(parts) + "\n"
 
     def to_chrome_trace(self) -> str:
-        """Chrome-trace JSON: one thread a group, one complete event a task, one unit of time as a second."""
+        """Returns a Chrome trace as JSON: one thread a group, one complete event a task, a unit of time as a second."""
         events: list[Mapping[str, object]] = [
             {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": self.name}}
         ]
@@ -182,7 +182,7 @@ class Timeline:
 
 
 def summary(timeline: Timeline) -> str:
-    """One line: what it is, how long it takes, how much of that is bubble."""
+    """Returns one line: the name, the makespan, and the share of the bubble."""
     tasks = sum(map(len, timeline.orders))
     groups, stages = counted(timeline.num_groups, "group"), counted(len(timeline.placement), "stage")
     time = f"makespan {timeline.makespan:g}, bubble {timeline.bubble_fraction:.1%}"
@@ -190,10 +190,10 @@ def summary(timeline: Timeline) -> str:
 
 
 def to_text(timeline: Timeline, width: int = _WIDTH) -> str:
-    """The timeline in characters: one row a group, time to the right.
+    """Draws the timeline in characters: one row a group, time to the right.
 
-    Tasks carry their names if there is room, else a letter for each step of time, else a letter for each slice of
-    time that tells what the group does for most of it. A dot is idle.
+    Tasks carry their names if there is room, or a letter for each step of time, or a letter for each slice of time,
+    which is what the group does for most of the slice. A dot is idle.
     """
     lines = [summary(timeline)]
     for group in range(min(timeline.num_groups, _ROWS)):
@@ -206,7 +206,7 @@ def to_text(timeline: Timeline, width: int = _WIDTH) -> str:
 
 
 def critical_path_text(timeline: Timeline, limit: int = 60) -> str:
-    """The critical path as names of tasks, its middle left out where it is long."""
+    """Returns the critical path as names of tasks, its middle left out if it is long."""
     names = [str(task) for task in timeline.critical_path]
     if len(names) > limit:
         names = [*names[: limit // 2], f"… {len(names) - limit // 2 * 2} tasks …", *names[-(limit // 2) :]]
@@ -251,7 +251,7 @@ def _slices(timeline: Timeline, group: int, width: int) -> Iterator[str]:
 
 
 def _step(timeline: Timeline) -> float:
-    """The step of time in which all tasks of the first groups can be drawn; 0 if there is none that is not tiny."""
+    """Returns the step of time in which all tasks of the first groups can be drawn; 0 if there is none."""
     lengths = {
         round(end - start, 9)
         for starts, ends in zip(timeline.starts[:_ROWS], timeline.ends[:_ROWS], strict=True)
