@@ -66,7 +66,7 @@ class LoopTasks(Set[Task]):
 
 
 class Numbers:
-    """The number of whatever runs each task of a loop (a group or a unit).
+    """The number of whatever runs each task of a loop.
 
     Attributes:
         of: For stage and kind (F, R, I or W) and then microbatch, the number; -1 for a task that nothing runs.
@@ -191,7 +191,7 @@ def paired(order: Sequence[Task], second: Mapping[Task, Task]) -> Iterable[tuple
 
 
 def recomputing(schedule: Schedule, num_microbatches: int, orders: Orders, stages: Set[int]) -> Orders:
-    """Returns a schedule's orders with an R right before each I and B of some stages; in a fused pair, before both.
+    """Returns a schedule's orders with an R right before each I and B of some stages; of a pair, before the first.
 
     R does not wait for a gradient: it runs while its group would wait for the gradient of its I. At most the forward
     of a pair comes between the two, so the values that R makes are held for a short time.

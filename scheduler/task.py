@@ -55,7 +55,7 @@ class Task(NamedTuple):
 
     @property
     def parts(self) -> "tuple[Task, ...]":
-        """Returns the task in kinds F, R, I and W: ``B`` stands for ``I`` and ``W``."""
+        """The task in kinds F, R, I and W: ``B`` stands for ``I`` and ``W``."""
         if self.kind != "B":
             return (self,)
         return Task(self.stage, "I", self.microbatch), Task(self.stage, "W", self.microbatch)

@@ -252,7 +252,7 @@ def _in_order(ranks: set[int] | None) -> tuple[int, ...]:
 
 
 def store() -> compat.KeyValueStore:
-    """The key-value store of `jax.distributed`."""
+    """Returns the key-value store of `jax.distributed`."""
     found = compat.distributed_client()
     assert found is not None
     return found

@@ -58,7 +58,7 @@ class Mapping:
     Attributes:
         name: its name in messages.
         rules: in order; the first rule that names a tensor or array takes it.
-        stack: nodes whose numbered entries are stacked, innermost first.
+        stack: nodes with numbered entries that are stacked, innermost first.
         sizes: for each name, the entries of config.json that may say its size.
         ignore: patterns of tensors that are left out.
         architectures: the architectures in config.json that the mapping is for.

@@ -109,7 +109,7 @@ def unstack(pattern: str, *, as_list: bool = True, option: str = "") -> Change:
 def stack(pattern: str, option: str = "") -> Change:
     """Stacks the numbered layers below the nodes that the pattern names: `layers/3/w` becomes `layers/w[L, …]`.
 
-    Lists and dicts whose entries are named by numbers are stacked alike. All layers must have the same tree, shapes
+    Lists, and dicts with entries named by numbers, are stacked alike. All layers must have the same tree, shapes
     and dtypes, and no number may be missing. Messages call the change `option`.
     """
     option = option or f"--stack {pattern}"

@@ -50,7 +50,7 @@ class HostSink:
 
     @property
     def contents(self) -> np.ndarray:
-        """Returns the data written so far, to be read before the next `write`."""
+        """The data written so far, to be read before the next `write`."""
         return self._buffer if self._taken is None else np.asarray(self._taken)
 
     def finish(self) -> Shard:

@@ -225,7 +225,7 @@ def describe(
     """Returns descriptions of the arrays for the planner.
 
     Raises:
-        ReshardError: names every array whose sharding does not fit it.
+        ReshardError: names every array that does not fit its sharding.
     """
     leaves: list[MovedLeaf] = []
     faults: list[str] = []

@@ -48,7 +48,7 @@ class TensorFolder(Checkpoint):
         return f"safetensors, {counted(len(self.files()), 'file')}"
 
     def files(self) -> list[File]:
-        """All files of tensors, in order."""
+        """Returns all files of tensors, in order."""
         return sorted({file for file, _ in self.tensors.values()})
 
     def stored_nbytes(self) -> int:

@@ -179,7 +179,7 @@ def absolute(path: str | os.PathLike[str]) -> File:
 def open_tree(
     folder: File, item: str | None = None, step: int | None = None, others: tuple[str, ...] = ()
 ) -> Checkpoint:
-    """Opens the tree whose metadata is in a folder: all leaves with their headers, no values.
+    """Opens the tree with its metadata in this folder: all leaves with their headers, no values.
 
     Raises:
         ReshardError: the metadata or a header cannot be read.

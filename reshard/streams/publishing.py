@@ -39,7 +39,7 @@ def publish(name: str, tree: PyTree, version: int, *, address: str, token: str) 
         name: the tree's name; an address may have several trees.
         tree: arrays on devices, of the same types and shardings in each call.
         version: 0 or more, each larger than the one before.
-        address: `host:port`. Of the processes that have a part of the tree, the lowest rank listens there, the others
+        address: `host:port`. Among processes that have a part of the tree, the lowest rank listens there, the others
             on a free port of the same interface or, on other hosts, of the interface that their own call names.
         token: a secret that the subscribers know, the same in all calls.
 

@@ -193,7 +193,7 @@ class NearShelf:
 
     @property
     def boxes(self) -> dict[int, list[Box]]:
-        """Returns the boxes that lie here, for each tensor."""
+        """The boxes that lie here, for each tensor."""
         assert self.held is not None
         return {leaf: [box for box, _ in values] for leaf, values in self.held.values.items()}
 

@@ -196,7 +196,7 @@ class _Pool:
         return makespan < self.best.makespan - _CLOSE
 
     def is_at_bound(self) -> bool:
-        """Whether the search is done: no order is shorter."""
+        """Returns whether the search is done: no order is shorter."""
         return bool(self.candidates) and self.best.makespan <= self.bound.makespan * (1 + _CLOSE)
 
 
@@ -266,7 +266,7 @@ class _OrderSearch:
             self._anneal()
 
     def _repeat_blocks(self) -> None:
-        """Repeats building blocks whose activations fit into the memory, as V-half and V-min do with one or two."""
+        """Repeats building blocks with activations that fit into the memory, as V-half and V-min do with one or two."""
         problem, pool = self.problem, self.pool
         held = problem.costs.of_mean(problem.num_stages).per_stage("activation_bytes", problem.num_stages)
         fewest = min(map(problem.limit, range(problem.num_groups)))

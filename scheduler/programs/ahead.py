@@ -4,11 +4,11 @@ A *plan* is the work of all groups, in one order that is free of deadlock (the o
 *event* of it is a task, or a transfer, which is in the lists of both its groups. An event may happen if
 
 1. every event before it that writes or frees its inputs, or that reads or writes what it writes or frees, is done;
-      tasks of one stage and kind keep their order. So each task reads the values of the plan, and every sum is added up
-      in the plan's order: same bits.
+   tasks of one stage and kind keep their order. So each task reads the values of the plan, and every sum is added up
+   in the plan's order: same bits.
 2. it fits: if it happens now, and each of its groups then does the rest of its list in order, the group never holds
-      more than its peak in the plan. The first event of a list fits already, by this condition for the events that
-      happened before it.
+   more than its peak in the plan. The first event of a list fits already, by this condition for the events that
+   happened before it.
 
 No choice leads to a deadlock. Take the first event of the plan that is left. All that it needs came before it, and
 is done. In the list of each of its groups, it is the first event that is left, so it fits. Hence some event may always

@@ -24,7 +24,7 @@ from scheduler.programs.merging import GroupInstruction, duration, merge
 # The calls that an audit adds. The calls of auditors end with the number of their group.
 BEFORE, TAKE, RESULT, AGAIN = "audit.before", "audit.take", "audit.result", "audit.again."
 _RESULT = Value("audited results")
-# The share of its time by which a vote may make a step longer.
+# The largest share of a step's time that a vote may add to it.
 MOST_DELAY = 0.005
 
 

@@ -97,7 +97,7 @@ def _faults(program: Program) -> tuple[list[int], list[str]]:
 
 
 def _shape_faults(program: Program) -> tuple[list[str], bool]:
-    """Returns groups that do not exist and entries that are no instructions; and whether it can be read at all."""
+    """Returns nonexistent groups, entries that are no instructions, and whether the program can be read at all."""
     faults = []
     legible = True
     groups = range(program.num_groups)

@@ -133,7 +133,7 @@ class Liveness:
 
     @cached_property
     def _made(self) -> dict[Value, int]:
-        """Maps each value that this group writes or receives to the first instruction that does so."""
+        """The first instruction that makes each value, for values that this group writes or receives."""
         made: dict[Value, int] = {}
         for index, instruction in enumerate(self.program.groups[self.group]):
             for value in (instruction.value,) if isinstance(instruction, Recv) else getattr(instruction, "writes", ()):

@@ -25,8 +25,8 @@ class GraphSchedule(Schedule):
     last one alone, as a critic does, holds one or two activations wherever it stands in the list. On a chain with a
     stage a group it is 1F1B. With ``"gpipe"`` all forwards come first.
 
-    The orders are found on a clock. They cannot deadlock: what was free to run there, in this order, has all that it
-    waits for in the lists before it. Near linear in tasks.
+    The orders are found on a clock. They cannot deadlock: a task that was free to run there, in this order, has all
+    that it waits for in the lists before it. Near linear in tasks.
 
     Args:
         reads: For each stage, the earlier stages that it exchanges values with.

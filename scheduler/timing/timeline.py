@@ -51,7 +51,7 @@ class Timeline:
 
     @property
     def durations(self) -> Iterator[tuple[Task, float]]:
-        """Yields each task and how long it took, group by group, as :meth:`Costs.measured` takes them."""
+        """Each task and how long it took, group by group, as :meth:`Costs.measured` takes them."""
         return ((task, end - start) for group in range(self.num_groups) for task, start, end in self.row(group))
 
     def row(self, group: int) -> Iterator[tuple[Task, float, float]]:
