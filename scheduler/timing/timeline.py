@@ -182,7 +182,7 @@ class Timeline:
 
 
 def summary(timeline: Timeline) -> str:
-    """Returns one line: the name, the makespan, and the share of the bubble."""
+    """Returns one line: the name, the size, the makespan, and the share of the bubble."""
     tasks = sum(map(len, timeline.orders))
     groups, stages = counted(timeline.num_groups, "group"), counted(len(timeline.placement), "stage")
     time = f"makespan {timeline.makespan:g}, bubble {timeline.bubble_fraction:.1%}"
@@ -251,7 +251,7 @@ def _slices(timeline: Timeline, group: int, width: int) -> Iterator[str]:
 
 
 def _step(timeline: Timeline) -> float:
-    """Returns the step of time in which all tasks of the first groups can be drawn; 0 if there is none."""
+    """Returns the step of time in which all tasks of the first groups can be drawn; 0 if all are tiny."""
     lengths = {
         round(end - start, 9)
         for starts, ends in zip(timeline.starts[:_ROWS], timeline.ends[:_ROWS], strict=True)
