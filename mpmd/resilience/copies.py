@@ -8,6 +8,7 @@ next version is due, the main thread waits for it: all ranks keep the same versi
 
 import dataclasses
 import json
+import math
 import queue
 import sys
 import threading
@@ -38,6 +39,8 @@ _CLOSING_S = 2.0  # limit for the last copy where the program ends with an error
 _BREAK_S = 0.5  # the same after a loss
 _PATIENCE_S = 0.2  # a longer wait for others is shown in reports
 _SLICE_S = 0.5
+_AGAIN_S, _AGAIN_LIMIT_S = 30.0, 1.0  # how often, and for how long, a keeper that did not answer is asked again
+_HOPE_S = 60.0  # a rank waits this long for its last keeper to answer again, before all ranks stop making copies
 GONE = "gone"  # published by a rank without a keeper, which can keep no version any more
 _HOST_MEMORY = "pinned_host"
 
@@ -68,6 +71,7 @@ class Copies:
     ):
         self._ranks, self._keepers, self._about, self._speaks = ranks, keepers, about, speaks
         self.whole = self._step = -1 if last is None else last
+        self._silent: dict[Address, tuple[Connection, float]] = {}  # did not answer; with the time to ask again
         self._num_found = audits.num_found()
         self._names: list[str] = []
         self._signature: tuple | None = None
@@ -169,11 +173,18 @@ class Copies:
                 header = written(layout, taken, data)
             connection.put(data, below, about, header)
 
-        for address in list(self._keepers):
-            try:
-                self._give_to(address, give)
-            except OSError as error:
-                self._without(address, error)
+        end = time.monotonic() + _HOPE_S
+        self._ask_silent(time.monotonic())
+        while True:
+            for address in list(self._keepers):
+                try:
+                    self._give_to(address, give)
+                except OSError as error:
+                    self._without(address, error)
+            if self._keepers or not self._silent or self._is_closing or time.monotonic() > end:
+                break
+            time.sleep(_SLICE_S)
+            self._ask_silent(math.inf)
         if not self._keepers:
             self._ranks.publish(GONE)
             self._end(self._ranks.rank)
@@ -194,9 +205,30 @@ class Copies:
                 say(f"the keeper on {address.host} was killed, and has a successor: what it had is lost")
 
     def _without(self, address: Address, error: OSError) -> None:
-        self._keepers.pop(address).close()
+        """Leaves a keeper out: until it answers again, if it only has not answered in time."""
+        connection, what = self._keepers.pop(address), "cannot be used any more"
+        connection.close()
+        if isinstance(error, TimeoutError):
+            self._silent[address] = connection, time.monotonic() + _AGAIN_S
+            what = "does not answer"
         if self._speaks and not self._is_closing:
-            say(f"the keeper on {address.host} cannot be used any more ({error}): copies go on without it")
+            say(f"the keeper on {address.host} {what} ({error}): copies go on without it")
+
+    def _ask_silent(self, now: float) -> None:
+        """Connects again to keepers that did not answer, and are due at a time. They get the next version."""
+        for address, (connection, due) in list(self._silent.items()):
+            if due > now:
+                continue
+            try:
+                self._keepers[address] = connection.again(_AGAIN_LIMIT_S)
+            except TimeoutError:
+                self._silent[address] = connection, time.monotonic() + _AGAIN_S
+                continue
+            except OSError:
+                pass
+            del self._silent[address]
+            if self._speaks and address in self._keepers:
+                say(f"the keeper on {address.host} answers again, and gets copies again")
 
     def _wait_for_others(self, step: int) -> None:
         """Returns when all ranks have kept the version of a step, or one of them cannot keep any version any more.

@@ -40,20 +40,22 @@ class Connection:
       address: the keeper.
       token: the token of the job.
       shares_memory: whether it is the keeper of this host.
+      limit_s: the time limit for the connection to begin.
     """
 
-    def __init__(self, address: Address, token: str, *, shares_memory: bool):
+    def __init__(self, address: Address, token: str, *, shares_memory: bool, limit_s: float | None = None):
         self.shares_memory = shares_memory
         self._address, self._token = address, token
         if shares_memory:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket.settimeout(_LIMIT_S)
+            self._socket.settimeout(limit_s or _LIMIT_S)
             self._socket.connect("\0" + address.name)
         else:
-            self._socket = socket.create_connection((address.host, address.port), timeout=_LIMIT_S)
+            self._socket = socket.create_connection((address.host, address.port), timeout=limit_s or _LIMIT_S)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = keeper.exactly(self._socket, bytearray(32))
         self._socket.sendall(keeper.proof(token, bytes(nonce)))
+        self._socket.settimeout(_LIMIT_S)
         self._maps: dict[tuple[int, int], np.ndarray] = {}  # by the memory's own identity
 
     def records(self) -> list[dict[str, int]]:
@@ -113,10 +115,10 @@ class Connection:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
-    def again(self) -> "Connection":
-        """Closes this connection to a killed keeper; returns a connection to its successor."""
+    def again(self, limit_s: float | None = None) -> "Connection":
+        """Closes this connection; returns a new one to the keeper, or to its successor if it was killed."""
         self.close()
-        return Connection(self._address, self._token, shares_memory=self.shares_memory)
+        return Connection(self._address, self._token, shares_memory=self.shares_memory, limit_s=limit_s)
 
     def close(self) -> None:
         self._socket.close()

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -32,7 +33,7 @@ from mpmd.job import joining, processes
 from mpmd.job.job import Job
 from mpmd.job.verdict import Board
 from mpmd.job.watchdog import Watchdog
-from mpmd.resilience import keepers, layout, loop, restoring, versions
+from mpmd.resilience import copies, keepers, layout, loop, restoring, versions
 from mpmd.resilience.copies import Copies, started, written
 from mpmd.resilience.keeper import TOKEN
 from mpmd.resilience.keepers import Address
@@ -420,13 +421,32 @@ def test_a_version_that_can_become_whole_is_kept_also_when_a_rank_was_lost(keepe
     assert [record["step"] for record in keeper.records()] == [0, 1]
 
 
-def killed_keeper() -> int:
+def killed_keeper(number=signal.SIGKILL) -> int:
     """Kills the process that has the memory; which it was."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect("\0" + os.environ["MPMD_KEEPER"].split(":")[1])
         pid, *_ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
     return pid
+
+
+def test_a_keeper_that_did_not_answer_for_a_while_gets_copies_again(keeper, monkeypatch, capfd):
+    monkeypatch.setattr(keepers, "_LIMIT_S", 0.5)
+    monkeypatch.setattr(copies, "_AGAIN_LIMIT_S", 0.2)
+
+    def body(i, x):
+        if i == 2:
+            pid = killed_keeper(signal.SIGSTOP)
+            threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
+        return x + 1
+
+    with pytest.raises(LossError):
+        again(monkeypatch, until(6, body), np.zeros(3), 9, attempt=0)
+    silent, answers = capfd.readouterr().err.splitlines()
+    assert silent.startswith("mpmd.resilient: the keeper on 127.0.0.1 does not answer (")
+    assert answers == "mpmd.resilient: the keeper on 127.0.0.1 answers again, and gets copies again"
+    assert again(monkeypatch, lambda i, x: x + 1, np.full(3, 7.0), 9).tolist() == [9, 9, 9]
+    assert capfd.readouterr().err == "mpmd.resilient: goes on after step 5, from memory\n"
 
 
 def test_a_keeper_that_was_killed_has_a_successor_that_is_given_the_next_version(keeper, monkeypatch, capfd):
