@@ -19,6 +19,7 @@ from mpmd.job.black_box import BlackBox
 from mpmd.job.boards import Boards
 from mpmd.job.calls import Calls
 from mpmd.job.judge import Judge
+from mpmd.job.key_wait import KeyWait
 from mpmd.job.notes import Note
 from mpmd.job.signs import Door, offer_stacks
 from mpmd.job.spares import SPARE, UNFIT, Register, Taken
@@ -26,9 +27,9 @@ from mpmd.job.verdict import Board
 from mpmd.job.watchdog import Watchdog
 
 # The main thread waits for an agreement in slices of this length, so that it stays interruptible.
-_SLICE_MS = 1000
+_SLICE_S = 1.0
 # The length where others take the places of lost ranks, so that this process notices a loss soon.
-_SHORT_SLICE_MS = 100
+_SHORT_SLICE_S = 0.1
 # Within this time after an error that a loss may have caused, the launcher announces the loss.
 _HEARD_S = 5.0
 
@@ -121,8 +122,9 @@ class Job:
         said = {self.rank: text}
         missing = [r for r in ranks if r != self.rank]
         with self.activity.during("agreeing", what + about, missing):
+            wait = self._wait()
             while missing:
-                if (answer := self._answer(f"{folder}/{missing[0]}", what)) is not None:
+                if (answer := self._answer(wait, f"{folder}/{missing[0]}", what)) is not None:
                     said[missing.pop(0)] = answer
                 self.calls.check()
                 self.check()
@@ -138,19 +140,20 @@ class Job:
           what: the purpose, for the report when the text does not come.
         """
         with self.activity.during("agreeing", f"{what} of rank {rank}", [rank]):
-            while (answer := self._answer(key, what)) is None:
+            wait = self._wait()
+            while (answer := self._answer(wait, key, what)) is None:
                 self.check()
             return answer
 
-    def _answer(self, key: str, what: str) -> str | None:
+    def _wait(self) -> KeyWait:
+        return KeyWait(self.store, _SHORT_SLICE_S if self.replaces else _SLICE_S)
+
+    def _answer(self, wait: KeyWait, key: str, what: str) -> str | None:
         """Returns the text under a key of the store; None if it does not come soon. Any other error raises."""
-        slice_ms = _SHORT_SLICE_MS if self.replaces else _SLICE_MS
         try:
-            return self.store.blocking_key_value_get(key, slice_ms)
+            return wait.value(key)
         except jax.errors.JaxRuntimeError as e:
-            if "DEADLINE" not in str(e):
-                raise HangError(f"mpmd: lost the coordination service while {what}: {e}") from None
-            return None
+            raise HangError(f"mpmd: lost the coordination service while {what}: {e}") from None
 
     def new_number(
         self, ranks: Sequence[int], what: str, about: str = "", call: Note | None = None, *, is_brief: bool = False

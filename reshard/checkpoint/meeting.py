@@ -23,10 +23,11 @@ from mpmd import _jax_compat as compat
 from mpmd.errors import RankLostError, ReshardError
 from mpmd.job import joining
 from mpmd.job.disagreement import other_ways
+from mpmd.job.key_wait import KeyWait
 from mpmd.observe import ledger
 
 # The interval at which a waiting process looks for a failure of another one.
-_SLICE_MS = 500
+_SLICE_S = 0.5
 _MAX_SHOWN = 5
 # Entries of a call, or a place, are deleted so many calls or places later: threads may still run for an older call.
 _NUM_REMEMBERED = 64
@@ -200,9 +201,9 @@ class Meetings:
             call.forget()
             call.compare()
             return
+        wait = KeyWait(store(), min(_SLICE_S, timeout_ms / 1000))
         while True:
-            left_ms = max(1, round(1000 * (end - time.monotonic())))
-            if _get(f"{place}/all", min(_SLICE_MS, left_ms)) is not None:
+            if wait.value(f"{place}/all") is not None:
                 call.compare()
                 return
             try:
@@ -225,8 +226,8 @@ class Meetings:
             RankLostError: a process was lost, perhaps that one.
             TimeoutError: the text does not come in time.
         """
-        end = time.monotonic() + timeout_s
-        while (said := _get(key, _SLICE_MS)) is None:
+        end, wait = time.monotonic() + timeout_s, KeyWait(store(), _SLICE_S)
+        while (said := wait.value(key)) is None:
             joining.check()
             if time.monotonic() > end:
                 raise TimeoutError(f"save: another process has not said {key} after {timeout_s} s")
@@ -258,11 +259,11 @@ def store() -> compat.KeyValueStore:
     return found
 
 
-def _get(key: str, wait_ms: int = 0) -> str | None:
+def _get(key: str) -> str | None:
     try:
-        return store().blocking_key_value_get(key, wait_ms) if wait_ms else store().key_value_try_get(key)
+        return store().key_value_try_get(key)
     except jax.errors.JaxRuntimeError as error:
-        if "NOT_FOUND" in str(error) or "DEADLINE" in str(error):
+        if "NOT_FOUND" in str(error):
             return None
         raise
 

@@ -713,7 +713,9 @@ def test_what_a_lost_process_has_said_last_does_not_count_for_a_spare_that_comes
 
 
 def test_nobody_waits_for_the_end_of_a_save_whose_process_was_lost(monkeypatch):
-    monkeypatch.setattr(meeting, "_get", lambda key, wait_ms: None)
+    nothing = jax.errors.JaxRuntimeError("NOT_FOUND: KEY")
+    store = Mock(blocking_key_value_get=Mock(side_effect=nothing), key_value_try_get=Mock(side_effect=nothing))
+    monkeypatch.setattr(meeting, "store", lambda: store)
     with pytest.raises(TimeoutError, match=r"^save: another process has not said KEY after 0 s$"):
         meeting.meetings.find("KEY", 0)
     monkeypatch.setattr(joining, "_job", Mock(check=Mock(side_effect=RankLostError)))
