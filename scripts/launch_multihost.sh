@@ -382,7 +382,8 @@ run_rank() {
   exec {hold}<>"$work/tail.$rank"
   if [[ -n $log_dir ]]; then
     {
-      cat >"$(log_file "$rank")" 2>/dev/null || {
+      # Appends to the new file, which may be cut off while it grows (logrotate's copytruncate).
+      { : >"$(log_file "$rank")" && cat >>"$(log_file "$rank")"; } 2>/dev/null || {
         echo "[$rank] jax-mpmd: $(log_file "$rank") cannot be written any more" >&2
         cat >/dev/null # reads on, so that a rank that prints does not block
       }

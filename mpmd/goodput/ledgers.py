@@ -1,14 +1,16 @@
 """Reads the ledgers of all processes of a job, and adds up where its time went."""
 
+import bisect
 import dataclasses
 import datetime
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from mpmd.observe import ledger, rank_files
 from scheduler.base import texts
@@ -174,18 +176,60 @@ def put_together(processes: Sequence[ProcessLedger]) -> JobLedger:
       processes: the processes of all attempts, including spares.
     """
     seconds: defaultdict[str, float] = defaultdict(float)
+    histories = [_History(process) for process in processes]
     for process in processes:
-        for part, amount in _counted(process, processes):
+        for part, amount in _counted(process, histories):
             seconds[part] += amount
     seconds[ledger.RECOVERY] += _seconds_without_process(processes)
     spares = {p.number for p in processes if any(ledger.IDLE in line.parts for line in p.lines)}
     num_restarts = max(p.attempt for p in processes) - min(p.attempt for p in processes)
     begun, end = min(p.begun for p in processes), max(p.end for p in processes)
     num_ranks = min(spares, default=len({p.number for p in processes}))  # spares have higher numbers than ranks
-    return JobLedger(num_ranks, len(spares), num_restarts, dict(seconds), begun, end, tuple(_events(processes)))
+    return JobLedger(
+        num_ranks, len(spares), num_restarts, dict(seconds), begun, end, tuple(_events(processes, histories))
+    )
 
 
-def _counted(process: ProcessLedger, processes: Sequence[ProcessLedger]) -> Iterator[tuple[str, float]]:
+class _History:
+    """The steps of a process by time. A month has hundreds of thousands of lines, so questions use binary search."""
+
+    def __init__(self, process: ProcessLedger):
+        steps = [(line.at, line.steps[1]) for line in process.lines if line.steps is not None]
+        self._ats, self._steps = np.array([at for at, _ in steps]), np.array([step for _, step in steps])
+        self._over = [line.at for line in process.lines if line.text == ledger.LOOP + "is over"]
+        self._begins = [(line.at, _first_step(line.text)) for line in process.lines if _begins(line)]
+        self._attempt = process.attempt
+
+    def over(self, until: float) -> float:
+        """Returns when the last loop that had ended by this time ended; 0 if there is none."""
+        number = bisect.bisect_right(self._over, until)
+        return self._over[number - 1] if number else 0.0
+
+    def last(self, after: float, until: float) -> tuple[float, int] | None:
+        """Returns the time of the last line with steps in a stretch of time, and the highest step; None without one."""
+        begin, end = np.searchsorted(self._ats, (after, until), side="right")
+        return (float(self._ats[end - 1]), int(self._steps[begin:end].max())) if end > begin else None
+
+    def continued(self, line: LedgerLine, since: float, attempt: int) -> float:
+        """Returns when this process continued with the step of a line, before or after the line.
+
+        Args:
+          since: when the process of the line continued the last time before.
+          attempt: the attempt of the line; for processes of other attempts the time of the line is returned.
+        """
+        begins = self._begins if self._attempt == attempt else ()
+        alike = [at for at, step in begins if at > since and step == _first_step(line.text)]
+        return min(alike, key=lambda at: abs(at - line.at), default=line.at)
+
+
+def _last_before(histories: Sequence[_History], until: Sequence[float]) -> tuple[float, int] | None:
+    """Returns the time and the number of the last step of the loop that runs, up to a time for each process."""
+    over = max((h.over(at) for h, at in zip(histories, until, strict=True)), default=0.0)
+    found = [last for h, at in zip(histories, until, strict=True) if (last := h.last(over, at)) is not None]
+    return (max(at for at, _ in found), max(step for _, step in found)) if found else None
+
+
+def _counted(process: ProcessLedger, histories: Sequence[_History]) -> Iterator[tuple[str, float]]:
     """Yields seconds by part of a process. The share of a line's steps that are done again is REPEATED."""
     done, since = -1, process.begun  # the last step that was done before; when the process last continued
     for line in process.lines:
@@ -198,38 +242,17 @@ def _counted(process: ProcessLedger, processes: Sequence[ProcessLedger]) -> Iter
             yield REPEATED, share * amount
             yield part, (1 - share) * amount
         if _begins(line):
-            before = [_until(line, since, one, process.attempt) for one in processes]
-            done = max((steps[1] for _, steps in _steps_before(math.inf, before)), default=-1)
-            since = line.at
+            before = _last_before(histories, [h.continued(line, since, process.attempt) for h in histories])
+            done, since = -1 if before is None else before[1], line.at
 
 
 def _begins(line: LedgerLine) -> bool:
     return line.text.startswith((f"{ledger.LOOP}begins", f"{ledger.LOOP}goes on"))
 
 
-def _until(line: LedgerLine, since: float, process: ProcessLedger, attempt: int) -> ProcessLedger:
-    """Returns a process up to the time at which it continued with the step of this line, before or after the line.
-
-    Args:
-      since: when the process of the line continued the last time before.
-      attempt: the attempt of the line; processes of other attempts are cut at the line.
-    """
-    own = process.lines if process.attempt == attempt else ()
-    alike = [x.at for x in own if _begins(x) and x.at > since and _first_step(x.text) == _first_step(line.text)]
-    at = min(alike, key=lambda at: abs(at - line.at), default=line.at)
-    return dataclasses.replace(process, lines=tuple(x for x in process.lines if x.at <= at))
-
-
 def _first_step(text: str) -> int:
     """Returns the first step of a loop that begins or continues."""
     return int(re.findall(r"step (\d+)", text)[0]) + ("goes on after" in text)
-
-
-def _steps_before(at: float, processes: Sequence[ProcessLedger]) -> list[tuple[float, tuple[int, int]]]:
-    """Returns the times and the steps of the lines about the loop that runs at a time."""
-    lines = [line for p in processes for line in p.lines if line.at <= at]
-    over = max((line.at for line in lines if line.text == ledger.LOOP + "is over"), default=0.0)
-    return [(line.at, line.steps) for line in lines if line.steps is not None and line.at > over]
 
 
 def _seconds_without_process(processes: Sequence[ProcessLedger]) -> float:
@@ -247,7 +270,7 @@ def _seconds_without_process(processes: Sequence[ProcessLedger]) -> float:
     return found
 
 
-def _events(processes: Sequence[ProcessLedger]) -> Iterator[str]:
+def _events(processes: Sequence[ProcessLedger], histories: Sequence[_History]) -> Iterator[str]:
     """Yields the events in the order of time. Equal events of several processes come once."""
     lines = [(line.at, p, line) for p in processes for line in p.lines if line.text]
     said: set[tuple[int, str]] = set()
@@ -259,8 +282,8 @@ def _events(processes: Sequence[ProcessLedger]) -> Iterator[str]:
         if (process.attempt, kind) in said or text in (f"{ledger.ENDED}{ledger.AT_END}", "is over"):
             continue
         said.add((process.attempt, kind))
-        if _begins(line) and (before := _steps_before(at, processes)):
-            text += f", {at - max(t for t, _ in before):.1f} s after the last step before"
-            last, first = max(steps[1] for _, steps in before), _first_step(text)
+        if _begins(line) and (before := _last_before(histories, [at] * len(histories))) is not None:
+            (last_at, last), first = before, _first_step(text)
+            text += f", {at - last_at:.1f} s after the last step before"
             text += f"; {texts.counted(last - first + 1, 'step')} again" if last >= first else ""
         yield f"{_time(at)} {f'attempt {process.attempt}: ' if process.attempt else ''}{text}"

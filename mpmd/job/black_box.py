@@ -45,7 +45,7 @@ class BlackBox:
         board = views[self._rank].board
         what, ranks = ("", ()) if board.wait is None else (board.wait.what, board.wait.ranks)
         self._activity.samples.add(board.phase, board.step, board.doing, what, ranks)
-        if self.folder is not None and (asked_at := self._request_time()) > self._asked_at:
+        if self.folder is not None and (asked_at := self._request_time()) not in (0.0, self._asked_at):
             self._asked_at = asked_at
             self.write("asked for", views)
 

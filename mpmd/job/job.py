@@ -276,6 +276,8 @@ class Job:
     def _hear_of_losses(self) -> tuple[int, str] | None:
         """Notes new losses, in the watchdog's thread; returns a verdict if this process cannot go on."""
         taken = self._register.read()
+        if len(taken) < len(self._taken):  # losses do not end: the list cannot be read at the moment
+            return None
         new = taken[len(self._taken) :]
         if new and not (self.activity.goes_on or self.is_apart):
             return new[0].rank, "was lost while others were not in mpmd.resilient"

@@ -24,6 +24,7 @@ _PLACE = "MPMD_COORDINATOR", "MPMD_NUM_PROCESSES", "MPMD_PROCESS_ID"
 _JOINED = "MPMD_JOINED"  # for the children of a rank: where, as which rank and as which process their parent joined
 # JAX's own heartbeat kills without a word, so it comes last.
 _HEARTBEAT_MARGIN_S = 120
+_DAY_S = 24 * 3600
 
 _job: Job | None = None
 # Callbacks of other packages: after the loss of a rank, and once all have met again (the second in its successor too).
@@ -240,7 +241,8 @@ def _join(
     # JAX's service for preemption takes SIGTERM away from the program; the launcher needs it.
     jax.config.update("jax_enable_preemption_service", False)
     _keep_programs(environment)
-    heartbeat = int(hang_timeout_s or 24 * 3600) + _HEARTBEAT_MARGIN_S
+    # At most as often as a service of the launcher (`mpmd.coordinator`) expects a heartbeat.
+    heartbeat = min(int(hang_timeout_s or _DAY_S), _DAY_S) + _HEARTBEAT_MARGIN_S
     is_spare = False
     if count is not None and rank is not None and rank >= count:
         is_spare = True

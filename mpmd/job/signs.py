@@ -121,9 +121,10 @@ def stacks_of(pid: int, started: int, number: int) -> str:
     path = pathlib.Path(f"/proc/{pid}/fd/{number}")
     with contextlib.suppress(OSError, ValueError):
         if processes.state(pid, started) == "running" and "mpmd-stacks" in os.readlink(path):
+            earlier = path.stat().st_size  # stacks that were asked for before stay in the file
             os.kill(pid, _STACKS_SIGNAL)
             for _ in range(20):
                 time.sleep(0.05)
-                if text := path.read_text(errors="replace"):
-                    return text
+                if text := path.read_bytes()[earlier:]:
+                    return text.decode(errors="replace")
     return ""

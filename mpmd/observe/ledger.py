@@ -98,7 +98,8 @@ class Ledger:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        path.write_text("")
+        self._file: TextIO = path.open("a", encoding="utf-8")  # also after somebody else has cut it off
         who = f"process {number} went, attempt {attempt}, on {socket.gethostname()}"
         begun = _clock_text(self._clock + self._at)
         self._file.write(f"# jax-mpmd: where the seconds of {who}; begun {begun}\n")

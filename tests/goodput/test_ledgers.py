@@ -174,11 +174,11 @@ def test_of_a_successor_all_before_its_second_call_is_recovery(begun, tmp_path):
 
 
 def test_a_process_that_is_ended_in_a_call_has_lost_it(begun, tmp_path):
-    of = begun()
+    of, start = begun(), time.perf_counter()
     call(of, 60, {})
     time.sleep(0.1)
     of.close("rank 1 was killed")
-    assert seconds(tmp_path)[ledger.LOST] == About(0.1)
+    assert 0.09 < seconds(tmp_path)[ledger.LOST] < time.perf_counter() - start + 0.01
 
 
 def test_lines_come_about_once_a_second_and_are_there_at_once(begun, tmp_path):
