@@ -2,11 +2,11 @@
 
     python benchmarks/adaptive.py
 
-Four processes with emulated accelerators, as in `pipeline_efficiency.py`: a task calls back to the host and sleeps. How
-long it sleeps is drawn for each step, stage, kind and microbatch, and is the same for all schedules' tasks of one name:
-the fixed and the adaptive order meet the same durations. Prints for each schedule the time of a step in the planned
-order and as `mpmd.Adaptive`, the mean of all steps, without jitter, with jitter of 30 % (log-normal) of each task, and
-with hiccups (one task in twenty takes five times as long); and what `Adaptive` decided. Both give the same bits.
+Four processes with emulated accelerators, as in `pipeline_efficiency.py`: a task calls back to the host and sleeps. The
+duration is drawn for each step, stage, kind and microbatch, and is the same in all schedules, so the fixed and the
+adaptive order have the same durations. Prints for each schedule the mean time of a step in the planned order and as
+`mpmd.Adaptive`: without jitter, with jitter of 30 % (log-normal) of each task, and with hiccups (one task in twenty
+takes five times as long). Also prints the decision of `Adaptive`. Both orders return the same bits.
 
     python benchmarks/adaptive.py --simulate
 
@@ -77,7 +77,7 @@ def simulate(args) -> None:
 
 
 def factor(jitter: str, rng: random.Random) -> float:
-    """How much longer than planned a task takes."""
+    """Draws the ratio of a task's duration to its planned duration."""
     slow, share = rng.random() < 0.05, rng.lognormvariate(0.0, 0.3)
     return {"none": 1.0, "hiccups": 5.0 if slow else 1.0}.get(jitter, share)
 
@@ -132,7 +132,7 @@ def run(args) -> None:
 
 
 def loss_of(task_s: float, now: dict):
-    """A model's loss for a microbatch `x` of number `m`, whose tasks sleep as long as `now` says."""
+    """Returns a model's loss for microbatch `x` of number `m`, with tasks that sleep for the durations in `now`."""
     import jax
     import jax.numpy as jnp
 
@@ -171,13 +171,13 @@ def loss_of(task_s: float, now: dict):
 
 
 def as_an_accelerator(compiled):
-    """Has tasks start in the background. On CPU, a program that calls back runs in the call if its inputs are there."""
+    """Starts tasks in the background. On CPU, a program with a callback runs in the call if its inputs are there."""
     import jax
     import jax.numpy as jnp
 
     @jax.jit
     def soon(x):
-        """`x`, a little later."""
+        """Returns `x`, a little later."""
         a = jnp.full((128, 128), x.ravel()[0], jnp.float32)
         return x + (0.0 * (a @ a)[0, 0]).astype(x.dtype)
 

@@ -1,10 +1,10 @@
-"""Packing, buckets by length and one length for all in examples/llama: tokens a second that are trained on, and steps.
+"""Packing, buckets by length and one length for all in examples/llama: trained tokens a second, and seconds of steps.
 
     python benchmarks/buckets.py
 
 The documents are the functions of Python's standard library, and a token is a byte. The three ways of making batches
-take turns in one process, and the fastest turn of each counts: so other work on the machine disturbs them alike. The
-processor time of all threads is disturbed less.
+take turns in one process, and the fastest turn of each counts, so that other work on the machine disturbs them alike.
+The processor time of all threads is disturbed less.
 """
 
 import argparse

@@ -4,8 +4,8 @@
 
 There are 4 groups of 2 CPU devices in one process. For stock Orbax, each array is sharded over all 8 devices, and this
 library is not imported. In stages, each group has a quarter of the arrays, sharded over its 2 devices. Each way runs in
-its own process, so that its peak memory can be measured. The data is random, because trained parameters compress as
-little as random numbers.
+its own process, so that its peak memory can be measured. The data is random, because trained parameters compress no
+better than random numbers.
 """
 
 import argparse
@@ -27,7 +27,7 @@ COLUMNS = 2048
 
 
 def measure(way: str, mib: int, folder: Path) -> dict[str, float]:
-    """Seconds and peak memory beyond the arrays of one save and one restore, and the bytes on disk."""
+    """Returns seconds and peak memory beyond the arrays of one save and one restore, and the bytes on disk."""
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -107,7 +107,7 @@ def _arrays(tree: dict[str, Any]) -> list[Any]:
 
 
 def timed(run: Any) -> tuple[float, float, int, Any]:
-    """Seconds, CPU seconds of all cores, peak memory beyond the memory in use before, and the result."""
+    """Returns seconds, CPU seconds of all cores, peak memory beyond the memory in use before, and the result."""
     before = most = resident()
     done = threading.Event()
 

@@ -1,19 +1,19 @@
-"""Runs the same two models in plain `jax.jit`, this library and its alternatives, each in an environment of its own.
+"""Runs the same two models in plain `jax.jit`, this library and its alternatives, each in its own environment.
 
     python benchmarks/compare.py [--repeats 3] [--folder ENVIRONMENTS] [--only jax_mpmd,spectrax_lib]
 
-A toy whose work is nearly all the starting of tasks, and a small GPT (`compare/problem.py`), in four stages, trained
-with Adam from the same weights on the same batches. Each library has a file in `benchmarks/compare/` with all that its
-user writes beside the model. The first losses must be those of plain `jax.jit`, or the row says so.
+A toy with hardly any work but the start of tasks, and a small GPT (`compare/problem.py`), in four stages, trained with
+Adam from the same weights on the same batches. Each library has a file in `benchmarks/compare/` with all code that its
+user adds to the model. The first losses must equal those of plain `jax.jit`, or the row says so.
 
-An environment is made with `python -m venv` and `pip` (with the options that pip finds in its own variables, such as
-PIP_INDEX_URL). `--folder` keeps the environments for the next run. `--python torch_pipelining=/path/to/python` takes
-one that exists, `--package torch_pipelining=torch==2.13.0+cpu` another version. JaxPP is measured where `import jaxpp`
-works, in this Python or in that of `--python jaxpp_lib=...`. A library that cannot be installed or fails has a row with
-the reason.
+An environment is made with `python -m venv` and `pip` (with the options in pip's own variables, such as PIP_INDEX_URL).
+`--folder` keeps the environments for the next run. `--python torch_pipelining=/path/to/python` takes an existing
+environment, `--package torch_pipelining=torch==2.13.0+cpu` another version. JaxPP is measured where `import jaxpp`
+works, in this Python or in the Python of `--python jaxpp_lib=...`. A library that cannot be installed or fails has a
+row with the reason.
 
 The JAX libraries run in one process with four CPU devices. torch.distributed.pipelining runs in four processes, with
-one thread each, as `torchrun` does: its seconds are those of the slowest process; processor time and memory are sums.
+one thread each, like `torchrun`: its seconds are the slowest process's; processor time and memory are sums.
 """
 
 import argparse
@@ -42,7 +42,7 @@ DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A library of the comparison: its name for people, the packages to install, and in how many processes it runs."""
+    """A library of the comparison: its displayed name, the packages to install, and its number of processes."""
 
     title: str
     packages: tuple[str, ...] | None
@@ -59,11 +59,11 @@ LIBRARIES = {
 }
 
 
-Failures = dict[str, dict[str, str]]  # by library and problem, why there are no figures
+Failures = dict[str, dict[str, str]]  # by library and problem: the reason for missing figures
 
 
 class Failed(Exception):
-    """Why a library has no figures, in a few words."""
+    """The reason that a library has no figures, in a few words."""
 
 
 def main() -> int:
@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def _make_environment(name: str, folder: Path, package: str | None) -> str:
-    """The Python of an environment with this library. Nothing is installed for JaxPP: who has it names its Python."""
+    """Returns the Python of an environment with this library. JaxPP is not installed: name a Python that has it."""
     library = LIBRARIES[name]
     if library.packages is None:
         return sys.executable
@@ -129,7 +129,7 @@ def _make_environment(name: str, folder: Path, package: str | None) -> str:
 
 
 def _version(name: str, python: str) -> str:
-    """The version of the library, asked in its own Python."""
+    """Asks the library's own Python for its version."""
     package = LIBRARIES[name].version_of
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     result = subprocess.run([python, "-c", code], capture_output=True, text=True)
@@ -139,7 +139,7 @@ def _version(name: str, python: str) -> str:
 
 
 def _measure_in_turns(pythons: dict[str, str], repeats: int, failures: Failures) -> dict[str, dict[str, dict]]:
-    """Medians of what the rounds found, by library and problem. What fails is left out and noted in `failures`."""
+    """Returns medians over the rounds, by library and problem. Leaves failures out and notes them in `failures`."""
     found: dict[str, dict[str, dict]] = {name: {} for name in pythons}
     for problem in PROBLEMS:
         rounds: dict[str, list[dict]] = {name: [] for name in pythons if name not in failures}
@@ -162,7 +162,7 @@ def _measure_in_turns(pythons: dict[str, str], repeats: int, failures: Failures)
 
 
 def _measure(name: str, python: str, problem: str) -> dict:
-    """What one run finds, over the processes of the library. If one of them fails, the others are ended."""
+    """Returns the figures of one run, over the processes of the library. If one of them fails, ends the others."""
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
@@ -213,7 +213,7 @@ def _last_line(text: str) -> str:
 
 
 def num_lines(name: str) -> int:
-    """Lines of code that a user writes beside the model: without docstrings, comments and blank lines."""
+    """Counts the lines of code that a user adds to the model: without docstrings, comments and blank lines."""
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
@@ -222,7 +222,7 @@ def num_lines(name: str) -> int:
 
 
 def table(rows: Iterable[tuple[str, str]], found: dict[str, dict[str, dict]], failures: Failures) -> str:
-    """The results as a Markdown table. Figures in brackets are processor time.
+    """Formats the results as a Markdown table. Figures in brackets are processor time.
 
     Args:
       rows: names and titles of the libraries.

@@ -1,9 +1,9 @@
-"""What a device needs for a long row in examples/llama, by the number of devices that divide it (--context).
+"""Measures a device's memory for a long row in examples/llama, by the number of devices that divide it (--context).
 
     python benchmarks/context.py
 
-Compiles the step for devices of the CPU, and prints the memory that XLA says a device of the last group needs. Nothing
-runs.
+Compiles the step for CPU devices, and prints the memory that a device of the last group needs, as XLA reports it.
+Nothing runs.
 """
 
 import argparse
@@ -19,7 +19,7 @@ train: Any = importlib.import_module("train")
 
 
 def memory(length: int, context: int) -> dict[str, int]:
-    """Bytes of a device of the last group, by what they are for."""
+    """Returns the bytes of a device of the last group, by purpose."""
     model = "--groups 2 --layers 4 --microbatches 2 --batch 2".split()
     options = train.parse([*model, "--length", str(length), "--context", str(context)])
     config = train.config_of(options, train.tokenizer_of(None))

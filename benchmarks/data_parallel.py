@@ -1,11 +1,11 @@
-"""Measures data parallel inside of groups: sums over devices once a step (the default) against as written.
+"""Measures data parallelism inside of groups: sums over devices once a step (the default) against sums as written.
 
     python benchmarks/data_parallel.py [--repeats 20] [--microbatches 16]
 
 A pipeline of two groups, each of 2 and then 4 CPU devices. The rows of a microbatch are sharded over these. The model
 is a residual multilayer perceptron, written plainly, with SGD. Both steps are compiled in one process, with JAX's
 default settings, and take turns. Prints for each the collectives that a step runs and the median time of a step, and
-the ratio of the two. The results are compared too.
+the ratio of the two. Compares the results, too.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def _compare(num_devices: int, num_microbatches: int, repeats: int) -> int:
 
 
 def _steps(num_devices: int, num_microbatches: int) -> tuple[dict[str, Any], Any, Any]:
-    """The two compiled steps, and their arguments."""
+    """Returns the two compiled steps, and their arguments."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -3,15 +3,15 @@
     python benchmarks/dispatch.py [--stages 4] [--microbatches 32] [--steps 200] [--devices-per-group 1]
 
 There are four groups (or `--stages`) of one CPU device each (or of several, which do the same). The schedule is 1F1B.
-The layers are so small that their start is nearly all the work. Two loops do the same work:
+The layers are so small that starting them is nearly all the work. Two loops do the same work:
 
 - The loop by hand calls jitted stage functions and `device_put` in the order of the same program, keeps the same
   residuals, and accumulates gradients in the same place, inside the backward functions.
-- The bare loop calls the very executables that `mpmd.jit` has loaded, in its order, on arguments that are in place, and
+- The bare loop calls the executables that `mpmd.jit` has loaded, in the same order, on arguments that are in place, and
   copies with JAX's batched copy. It frees nothing and notes nothing: no runtime can be faster with these programs.
 
-All take turns, step by step, so that other work on the machine slows all alike. Prints the median microseconds of each
-for one task (a forward or backward of one microbatch in one stage), by the clock and in processor time, and the ratios.
+All take turns, step by step, so that other work on the machine slows all alike. Prints the median microseconds of one
+task (a forward or backward of one microbatch in one stage) for each, by the clock and in processor time, and ratios.
 """
 
 import argparse
@@ -38,18 +38,18 @@ TARGETS = {"by hand": 1.15, "bare loop": 1.1}
 
 
 def stage(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """The single layer of a stage."""
+    """Computes the single layer of a stage."""
     return jnp.tanh(x @ weight)
 
 
 def stage_backward(weight: jax.Array, x: jax.Array, y: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gradients of the weight and of x, from the stage's input and output."""
+    """Returns gradients of the weight and of x, from the stage's input and output."""
     dz = dy * (1 - y * y)
     return x.T @ dz, dz @ weight.T
 
 
 def make_step(mesh: mpmd.MpmdMesh, schedule: scheduler.OneFOneB) -> Callable:
-    """`step(weights, xs) -> (loss, grads)` as a user writes it."""
+    """Returns `step(weights, xs) -> (loss, grads)` as a user writes it."""
 
     def loss(weights, x):
         for index, weight in enumerate(weights):
@@ -66,7 +66,7 @@ def make_step(mesh: mpmd.MpmdMesh, schedule: scheduler.OneFOneB) -> Callable:
 
 
 def make_loop_by_hand(devices: Sequence[Any], order: list[scheduler.Task], num_microbatches: int) -> Callable:
-    """The same step written by hand, for these devices (or shardings) and with its tasks in this order."""
+    """Returns the same step written by hand, for these devices (or shardings), with its tasks in this order."""
 
     @jax.jit
     def first_forward(weight, xs, m):
@@ -133,12 +133,12 @@ def make_loop_by_hand(devices: Sequence[Any], order: list[scheduler.Task], num_m
 
 
 def on_device(device: Any) -> jax.sharding.Sharding:
-    """The sharding of an array that is only on this device, or has this sharding."""
+    """Returns the sharding of an array that is only on this device, or the sharding itself."""
     return device if isinstance(device, jax.sharding.Sharding) else jax.sharding.SingleDeviceSharding(device)
 
 
 def make_bare_loop(compiled: Any, arguments: Sequence[mpmd.MpmdArray]) -> Callable:
-    """The compiled step's own executables and copies in its order, on these arguments.
+    """Returns a loop over the compiled step's own executables and copies, in its order, on these arguments.
 
     Args:
       compiled: without donation, so that the arguments can be used again.
@@ -206,14 +206,14 @@ def main() -> int:
 
 
 def check(expected: Sequence[Any], *others: Sequence[Any]) -> None:
-    """That all compute the same."""
+    """Checks that all compute the same."""
     for found in others:
         for x, y in zip(found, expected, strict=True):
             np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-5)
 
 
 def measure(runs: dict[str, Callable], num_steps: int) -> dict[str, tuple[float, float]]:
-    """Median seconds of each, by the clock and of the processor. They take turns."""
+    """Returns median seconds of each, by the clock and of the processor. They take turns."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for _ in range(num_steps):
         for name, run in runs.items():
@@ -239,7 +239,7 @@ def report(seconds: dict[str, tuple[float, float]], num_tasks: int) -> int:
 
 
 def place(mesh: mpmd.MpmdMesh, compiled, *arguments):
-    """The arguments in the layout of the compiled step, so that no step has to move them."""
+    """Places the arguments in the layout of the compiled step, so that no step has to move them."""
     placed = mpmd.jit(lambda *xs: xs, mpmd_mesh=mesh, out_shardings=compiled.input_shardings[0])
     return placed(*arguments)
 

@@ -13,13 +13,13 @@
   `jax.jit`.
 - An encoder and a decoder in Flax Linen with 4 blocks each, dropout and relative positions, in the same way. There are
   two kinds of stages.
-- A vision and a text encoder whose images and texts are matched pair by pair (as SigLIP), and an encoder of sounds
-  behind two convolutions with a decoder of texts (as Whisper), in Flax NNX, with 4 blocks each, in the same way.
+- Two models in Flax NNX with 4 blocks in each part, in the same way: a vision and a text encoder that match pairs of
+  images and texts (like SigLIP), and two convolutions, an encoder of sounds and a decoder of texts (like Whisper).
 - The mixture of experts of `examples/moe` with 8 layers, on 4 groups of 2 devices with Explicit axes, under 1F1B,
-  a zero-bubble schedule and DualPipeV, against plain `jax.jit` on one such group. The plain step scans over all layers.
-  For this model also the step itself, the median of ten later ones.
-- The same GPT with JAX's compilation cache in a folder. The first start is compared with that of plain `jax.jit`. The
-  second start, which finds the programs of the first one, is compared with the first.
+  a zero-bubble schedule and DualPipeV, against plain `jax.jit` on one of these groups. The plain step scans over all
+  layers. For this model also the time of a later step, the median of ten.
+- The same GPT with JAX's compilation cache in a folder. The first start is compared with plain `jax.jit`. The second
+  start, which finds the programs of the first one, is compared with the first.
 
 Every first call is timed in its own process, with JAX's default settings. The time does not include the import of JAX,
 the creation of the devices, or the initial state. The repeats of all cases take turns. Prints medians (by the clock
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def _measure(case: str, seconds: dict[str, list[tuple[float, float]]], programs: dict[str, str]) -> None:
-    """One first call. For a GPT also one that stores its programs in a folder, and one that finds them there."""
+    """Measures one first call; for a GPT also one that stores its programs in a folder, and one that finds them."""
     starts = [("", {})]
     with tempfile.TemporaryDirectory() as folder:
         if case.startswith("gpt"):
@@ -124,7 +124,7 @@ def _in_a_new_process(case: str, **environment: str) -> str:
 
 
 def _measured(step: Callable, *arguments) -> tuple[float, float, str]:
-    """The seconds of a first call, by the clock and of the processor, and the programs of a pipeline."""
+    """Returns the seconds of a first call, by the clock and of the processor, and the programs of a pipeline."""
     import jax
 
     start, used = time.perf_counter(), time.process_time()
@@ -144,7 +144,7 @@ def _mesh(num_groups: int):
 
 
 def _equal_stages(num_stages: int, num_microbatches: int) -> tuple[float, float, str]:
-    """A multilayer perceptron with two layers of width 32 per stage, four rows per microbatch, and SGD."""
+    """Measures a multilayer perceptron with two layers of width 32 a stage, four rows a microbatch, and SGD."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -176,7 +176,7 @@ def _equal_stages(num_stages: int, num_microbatches: int) -> tuple[float, float,
 
 
 def _mlp_with_adam(pipelined: bool) -> tuple[float, float, str]:
-    """A multilayer perceptron with biases, of 8 layers in 4 stages, and Adam; as a pipeline or as one program."""
+    """Measures a multilayer perceptron with biases, 8 layers in 4 stages, and Adam; as a pipeline or one program."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -211,7 +211,7 @@ def _mlp_with_adam(pipelined: bool) -> tuple[float, float, str]:
 
 
 def _gpt(num_stages: int) -> tuple[float, float, str]:
-    """The example's model and optimizer, so narrow that one run costs little. 0 stages mean plain `jax.jit`."""
+    """Measures the example's model and optimizer, so narrow that one run costs little. 0 stages: plain `jax.jit`."""
     sys.path[0] = str(ROOT / "examples")  # instead of this folder, whose reshard.py would hide the package
     import jax
     import numpy as np
@@ -233,7 +233,7 @@ def _gpt(num_stages: int) -> tuple[float, float, str]:
 
 
 def _vit_model(num_stages: int, rngs: Any) -> Any:
-    """A narrow vision transformer with dropout; 0 stages: without marks."""
+    """Makes a narrow vision transformer with dropout; 0 stages: without marks."""
     import jax
     from flax import nnx
 
@@ -277,7 +277,7 @@ def _vit_model(num_stages: int, rngs: Any) -> Any:
 
 
 def _vit(num_stages: int) -> tuple[float, float, str]:
-    """Its training step. 0 stages mean plain `jax.jit`."""
+    """Measures the vision transformer's training step. 0 stages: plain `jax.jit`."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -311,7 +311,7 @@ def _vit(num_stages: int) -> tuple[float, float, str]:
 
 
 def _init(num_stages: int) -> tuple[float, float, str]:
-    """The vision transformer's parameters and Adam's state, made in the groups of their stages. 0: plain `jax.jit`."""
+    """Measures how the vision transformer's parameters and Adam's state are made in groups. 0: plain `jax.jit`."""
     import jax
     import optax
     from flax import nnx
@@ -340,7 +340,7 @@ def _init(num_stages: int) -> tuple[float, float, str]:
 
 
 def _t5(num_stages: int) -> tuple[float, float, str]:
-    """A narrow encoder and decoder, each with 4 blocks, with relative positions and dropout. 0: plain `jax.jit`."""
+    """Measures a narrow encoder and decoder of 4 blocks with relative positions and dropout. 0: plain `jax.jit`."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -412,7 +412,7 @@ def _t5(num_stages: int) -> tuple[float, float, str]:
 
 
 def _encoders(kind: str, num_stages: int) -> tuple[float, float, str]:
-    """Two narrow towers of 4 blocks: of a SigLIP, matched by their means; of a Whisper, the second reads the first."""
+    """Measures two narrow towers of 4 blocks: in SigLIP, their means match; in Whisper, the second reads the first."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -506,7 +506,7 @@ def _encoders(kind: str, num_stages: int) -> tuple[float, float, str]:
 
 
 def _later(step: Callable, state: Any, rows: Any) -> tuple[float, float, str]:
-    """The median seconds of ten later steps, each on the state that the one before has returned."""
+    """Returns the median seconds of ten later steps, each on the state that the previous one returned."""
     import jax
 
     times = []
@@ -520,7 +520,7 @@ def _later(step: Callable, state: Any, rows: Any) -> tuple[float, float, str]:
 
 
 def _moe(schedule: str, is_first: bool = True) -> tuple[float, float, str]:
-    """The step of `examples/moe`, its optimizer's state on the devices; without a schedule: `jax.jit`."""
+    """Measures the step of `examples/moe`, with the optimizer's state on devices; without a schedule: `jax.jit`."""
     sys.path[0] = str(ROOT / "examples" / "moe")
     import jax
     import numpy as np

@@ -3,7 +3,7 @@
     python benchmarks/gpu.py            # one GPU or several; under 8 minutes, installs nothing
     python benchmarks/gpu.py --tiny     # the same code on CPU devices, to try it
 
-A GPT of 1 billion parameters in bfloat16, with Adam and 8 microbatches a step. Each case runs in a process of its own:
+A GPT of 1 billion parameters in bfloat16, with Adam and 8 microbatches a step. Each case runs in its own process:
 
 - `plain`: the step under `jax.jit`, where `treduce` is a loop that accumulates gradients.
 - `pipeline`: the same step under `mpmd.jit`; four groups share the first GPU (`MpmdMesh.from_groups`).
@@ -13,8 +13,8 @@ A GPT of 1 billion parameters in bfloat16, with Adam and 8 microbatches a step. 
 - `processes`: with several GPUs, two or four processes with a GPU each.
 - `numbers`: all leaves of the state after two steps of a tiny model, and what is donated, against `jax.jit`.
 
-Prints a table. `peak` is what the device reports (`memory_stats`), `analysis` what the compiled step says beforehand:
-XLA of the whole program, and ours of all groups of the device together, which need not have their peaks at one time.
+Prints a table. `peak` is the memory that the device reports (`memory_stats`), `analysis` the memory that the compiled
+step predicts: XLA for the whole program, ours for all groups of the device together, which may peak at other times.
 `busy` is the part of two profiled steps in which a kernel runs, `gaps` the median and the longest time without one.
 The exit status is 1 if a case fails or if losses differ.
 """
@@ -36,7 +36,7 @@ MARK = "RESULT "
 CASES = ("plain", "pipeline", "same_bits", "shared", "spread", "processes", "numbers")
 LIMIT_S = 450  # of all cases together
 LOSSES_APART = 2e-2
-LEAVES_APART = {"bfloat16": 5e-2, "float32": 1e-4}  # norm of the difference by norm, of the worst leaf
+LEAVES_APART = {"bfloat16": 5e-2, "float32": 1e-4}  # norm of the difference / norm, of the worst leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def report(size: str) -> int:
 
 
 def run_case(case: str, size: str, limit_s: float, num_devices: int = 1) -> dict[str, Any] | None:
-    """The figures of a case, run in processes of its own; None if it failed, after printing why."""
+    """Runs a case in its own processes. Returns its figures; None if it failed, after printing why."""
     command = [sys.executable, str(Path(__file__).resolve()), "--case", case, "--size", size]
     environment = dict(os.environ)
     on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
@@ -136,7 +136,7 @@ def run_case(case: str, size: str, limit_s: float, num_devices: int = 1) -> dict
 
 
 def describe(figures: dict[str, Any] | None) -> str:
-    """Figures of a case in a line."""
+    """Formats the figures of a case as a line."""
     if figures is None:
         return "failed"
     parts = []
@@ -153,7 +153,7 @@ def describe(figures: dict[str, Any] | None) -> str:
 
 
 def compare(found: dict[str, Any]) -> bool:
-    """Prints ratios to plain `jax.jit`; whether all computed the same."""
+    """Prints ratios to plain `jax.jit`. Returns whether all computed the same."""
     plain, right = found.get("plain"), True
     for case in ("pipeline", "same_bits", "shared", "spread", "processes"):
         mine = found.get(case)
@@ -173,7 +173,7 @@ def compare(found: dict[str, Any]) -> bool:
 
 
 def build(c: Config, pipelined: bool):
-    """Functions `init(key)` and `step(state, tokens)`."""
+    """Returns functions `init(key)` and `step(state, tokens)`."""
     import jax
     import jax.numpy as jnp
 
@@ -245,7 +245,7 @@ def tokens_of(c: Config):
 
 
 def mesh_of(c: Config, devices):
-    """Groups of one device each, in order; they share devices where there are fewer."""
+    """Makes groups of one device each, in order; they share devices if there are too few."""
     import numpy as np
     from jax.sharding import Mesh
 
@@ -255,7 +255,7 @@ def mesh_of(c: Config, devices):
     return mpmd.MpmdMesh.from_groups([Mesh(np.array([d]), ("data",)) for d in groups])
 
 
-# --- the cases, each in a process of its own ------------------------------------------------------
+# --- the cases, each in its own process -----------------------------------------------------------
 
 
 def devices_case(c: Config) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def spread_case(c: Config) -> dict[str, Any]:
 
 
 def job_case(c: Config) -> dict[str, Any] | None:
-    """In a process of a job: a group after the other on the devices of all."""
+    """Runs a case in a process of a job, with the groups in order on the devices of all processes."""
     import jax
 
     import mpmd
@@ -341,7 +341,7 @@ def float_after(value, state, begin: float) -> float:
 
 
 def measured(c: Config, compiled, state, tokens) -> dict[str, Any]:
-    """Step time, losses, memory, and what a profile of two steps shows."""
+    """Returns step time, losses, memory, and the figures of a profile of two steps."""
     import jax
 
     import mpmd
@@ -363,7 +363,7 @@ def measured(c: Config, compiled, state, tokens) -> dict[str, Any]:
 
 
 def kernel_gaps(folder: Path) -> dict[str, float]:
-    """From a profile: the part of the time in which a kernel runs, and the time between kernels."""
+    """Reads a profile: the part of the time in which a kernel runs, and the time between kernels."""
     import jax
 
     spans: list[tuple[float, float]] = []
@@ -391,7 +391,7 @@ def kernel_gaps(folder: Path) -> dict[str, float]:
 
 
 def numbers_case(c: Config) -> dict[str, Any]:
-    """How far the leaves of the state are apart after two steps, and whether the old state is gone."""
+    """Returns how far the leaves of the state are apart after two steps, and whether the old state is gone."""
     import jax
     import numpy as np
 

@@ -1,13 +1,13 @@
-"""Holds `plan` against one GPU: layers of Llama 3 8B in four groups that share it, and kernels by themselves.
+"""Compares `plan` with one GPU: layers of Llama 3 8B in four groups that share it, and single kernels.
 
     python benchmarks/gpu_plan.py llama_8k      # on a GPU; also llama_8k_chunks, llama_32k, llama_8k_one, llama_32k_one
     python benchmarks/gpu_plan.py kernels       # on a GPU: what products, attention and memory reach
     python -m mpmd plan benchmarks/gpu_plan.py:llama_8k --target h200 --groups 4 --devices-per-group 1    # anywhere
     python benchmarks/gpu_plan.py tiny          # the same code on CPU devices, to try it
 
-The step is that of `examples/plan_llama.py`, with 8 microbatches of a row. Groups that share a GPU run one after the
-other, so a step takes the sum of the times for which `plan` says that the groups are busy. Those in one group (`_one`,
-with `--groups 1`) hold what `plan` says at their peak.
+The step of `examples/plan_llama.py`, with 8 microbatches of a row. Groups that share a GPU run one after the other, so
+a step takes the sum of the groups' busy times in `plan`. The cases with one group (`_one`, with `--groups 1`) have the
+peak memory of `plan`.
 """
 
 import argparse
@@ -36,7 +36,7 @@ MICROBATCHES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, and how it runs; called as `python -m mpmd plan` calls a function of steps."""
+    """A model, and how it runs. `python -m mpmd plan` can call it like a function of steps."""
 
     shape: plan_llama.Shape
     groups: int = 4
@@ -107,7 +107,7 @@ def _init(key: jax.Array, types: Any) -> Any:
 
 
 def kernels(full: bool) -> None:
-    """Prints what kernels reach, each by itself: TFLOP/s of products and of attention, TB/s of memory."""
+    """Prints the speed of single kernels: TFLOP/s of products and of attention, TB/s of memory."""
     for m, n, k in [(8192, 8192, 8192), (8192, 14336, 4096), (8192, 4096, 4096), (8192, 1024, 4096)]:
         m, n, k = (m, n, k) if full else (m // 64, n // 64, k // 64)
         x, y = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate([(m, k), (k, n)]))

@@ -4,9 +4,9 @@
 
 The folder is a random Llama in bfloat16, in several files. In the layout "stages" each process is a group that holds
 its layers of each stacked array; in "tensor" all processes are one group, and each holds its heads and its part of the
-hidden axis of every layer, which are rows of some tensors and columns of others. `read` is what the library counts by
-file, `by the system` what the kernel counts (`/proc/self/io`). `memory` is the peak of the process beyond what it held
-before, `shards` what it holds afterwards. The export is compared byte by byte with the folder.
+hidden axis of every layer, which are rows of some tensors and columns of others. `read` is the library's count of bytes
+by file, `by the system` the kernel's count (`/proc/self/io`). `memory` is the peak of the process beyond its memory
+before, `shards` its memory afterwards. The export is compared byte by byte with the folder.
 """
 
 import argparse
@@ -27,7 +27,7 @@ HEADS, DIM, HIDDEN, VOCAB, NUM_LAYERS, NUM_FILES = 16, 128, 8192, 8192, 8, 4
 
 
 def make_folder(folder: Path, mib: int) -> None:
-    """A Llama of about so many MiB; its width decides."""
+    """Writes a Llama of about `mib` MiB, which determine its width."""
     import numpy as np
 
     from reshard.storage.safetensors import DTYPES
@@ -59,7 +59,7 @@ def make_folder(folder: Path, mib: int) -> None:
 
 
 def import_and_export(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What one process does and measures."""
+    """Does the work of one process. Returns its measurements."""
     import jax
 
     jax.distributed.initialize(arguments["address"], arguments["processes"], arguments["process"])
@@ -118,7 +118,7 @@ def status(name: str) -> int:
 
 
 def forget_peak() -> int:
-    """Starts to measure the peak anew; the memory that is held now."""
+    """Resets the measured peak. Returns the memory in use now."""
     Path("/proc/self/clear_refs").write_text("5")
     return status("VmRSS")
 
@@ -132,7 +132,7 @@ def system_reads() -> int:
 
 
 def run(layout: str, folder: Path, target: Path, processes: int, threshold: str) -> list[dict[str, Any]]:
-    """Runs the processes of one layout; what each measured."""
+    """Runs the processes of one layout. Returns the measurements of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

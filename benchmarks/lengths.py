@@ -4,9 +4,9 @@
 
 Four processes with emulated accelerators: a task calls back to the host and sleeps, for a time that follows from the
 length of its microbatch (tokens, and attention to all of them). Lengths are drawn from a log-normal distribution and
-rounded up to powers of two. Prints for each schedule the mean time of a step, beside the work of the busiest group,
-which no order can go below: with all microbatches padded to the longest, as a list in the order drawn, and in the order
-that `scheduler.order_microbatches` finds.
+rounded up to powers of two. Prints for each schedule the mean time of a step, relative to the work of the busiest
+group, a lower bound for every order: with all microbatches padded to the longest, as a list in the order drawn, and in
+the order that `scheduler.order_microbatches` finds.
 
     python benchmarks/lengths.py --simulate
 
@@ -48,20 +48,20 @@ def main() -> int:
 
 
 def lengths_of(args, step: int) -> list[int]:
-    """The lengths of a step's microbatches."""
+    """Draws the lengths of a step's microbatches."""
     rng = random.Random(f"lengths {step}")
     drawn = (rng.lognormvariate(math.log(args.median), args.spread) for _ in range(args.microbatches))
     return [2 ** math.ceil(math.log2(min(max(n, 128), LONGEST))) for n in drawn]
 
 
 def work_of(length: int) -> float:
-    """How long a microbatch takes beside one of 2,048 tokens; of such a one, attention is a quarter."""
+    """Returns a microbatch's work relative to 2,048 tokens, where attention is a quarter of the work."""
     share = length / 2048
     return 0.75 * share + 0.25 * share**2
 
 
 def costs_of(lengths: list[int], schedule, args) -> scheduler.Costs:
-    """A group's forward of 2,048 tokens takes one unit, however many stages it is divided into."""
+    """Returns the costs. A group's forward of 2,048 tokens takes one unit, for any number of stages in the group."""
     part = NUM_GROUPS / schedule.num_stages
     return scheduler.Costs(part, part, part, args.delay_ms / args.task_ms, microbatches=[*map(work_of, lengths)])
 
@@ -130,7 +130,7 @@ def run(args) -> None:
 
 
 def loss_of(task_s: float):
-    """A model's loss for a microbatch, whose tasks sleep as long as its length says."""
+    """Returns a model's loss for a microbatch, with tasks that sleep for a time set by its length."""
     import jax
     import jax.numpy as jnp
 

@@ -1,11 +1,11 @@
-"""Measures what lists of microbatches of several shapes cost: the plan of a call, and the tasks of a list of one shape.
+"""Measures the cost of lists of microbatches of several shapes: a call's plan, and the tasks of a list of one shape.
 
     python benchmarks/lists.py [--schedule 1f1b] [--repeats 30]
 
 8 groups of one CPU device each and up to 64 microbatches of 8 shapes. Prints the median milliseconds of processor time
-(of the main thread) for the plan of an order that has not come before, and of a number that has not; how much longer
-steps of such numbers would take in the plan for all, on a clock; then the microseconds that each task takes Python, for
-a list of one shape and for an array. The two take turns.
+(of the main thread) for the plan of a new order, and of a new number of microbatches; how much longer steps of these
+numbers would take in the plan for all, on a clock; then the microseconds that each task takes Python, for a list of one
+shape and for an array. The two take turns.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Stopwatch:
 
 
 def make_step(schedule: Any) -> Any:
-    """A chain of matrix products, one for each stage, and their gradients."""
+    """Returns a step with a chain of matrix products, one for each stage, and their gradients."""
 
     def loss(params: Any, x: Any) -> jax.Array:
         for stage, w in enumerate(params):
@@ -66,7 +66,7 @@ def make_step(schedule: Any) -> Any:
 
 
 def lengthened(schedule: Any, count: int) -> float:
-    """How much longer a step of so many microbatches takes in the plan for all, without the later ones, on a clock."""
+    """Simulates how much longer a step of `count` microbatches takes in the plan for all, without the later ones."""
 
     def stays(*tasks: scheduler.Task) -> bool:
         return all(task.microbatch < count for task in tasks)

@@ -6,8 +6,8 @@ Accelerators and their network are emulated: each task calls back to the host an
 an accelerator computes, and a value is sent `--delay-ms` after it is there. So two cores can stand for four devices.
 First the benchmark measures how long such a task takes alone (the sleep and the call), and a transfer between two
 processes. Then `mpmd.jit` runs an ordinary step in four processes of one CPU device each. Prints for each schedule the
-measured time of a step, the time that `scheduler.simulate` gives for tasks and transfers of the measured length (fused
-pairs of tasks as one), and the efficiency, simulated / measured (aim: 0.98).
+measured time of a step, the time that `scheduler.simulate` returns for tasks and transfers of the measured length
+(fused pairs of tasks as one), and the efficiency, simulated / measured (aim: 0.98).
 """
 
 import argparse
@@ -20,7 +20,7 @@ import time
 from ranks import start_ranks
 
 NUM_GROUPS = 4
-HOPS = 20  # of the chain that measures a transfer
+HOPS = 20  # in the chain that measures a transfer
 TARGET = 0.98
 
 
@@ -132,7 +132,7 @@ def run(args) -> None:
 
 
 def slow_down_the_wire(seconds: float) -> None:
-    """Sends each value `seconds` after it is there, all independently of each other."""
+    """Delays each value by `seconds` after it is computed, all independently of each other."""
     from mpmd.job import joining
 
     job = joining.current()
@@ -151,7 +151,7 @@ def slow_down_the_wire(seconds: float) -> None:
 
 
 def time_of_a_transfer(mesh, x) -> float:
-    """Seconds until `x` is in another process, the median of 5 chains through all groups."""
+    """Returns the seconds until `x` is in another process, the median of 5 chains through all groups."""
     import jax
 
     import mpmd
@@ -172,7 +172,7 @@ def time_of_a_transfer(mesh, x) -> float:
 
 
 def time_alone(call, x) -> float:
-    """Seconds per call, the median of 20 calls."""
+    """Returns the seconds per call, the median of 20 calls."""
     times = []
     for _ in range(21):
         start = time.perf_counter()

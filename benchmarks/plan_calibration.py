@@ -1,15 +1,15 @@
-"""Compares a planned step with the same step run: costs are measured first, then a plan made of them is kept to.
+"""Compares a planned step with the same step run: measures costs first, then runs the steps planned from them.
 
     python benchmarks/plan_calibration.py
 
 Accelerators are emulated, as in `pipeline_efficiency.py`: each task calls back to the host and sleeps, some stages
 longer than others. Links can be emulated too: a value is then offered to its receiver only when it would have arrived.
-Everything else is the library as it is, in four processes that `scripts/launch_multihost.sh` starts.
+Everything else is the unchanged library, in four processes that `scripts/launch_multihost.sh` starts.
 
-For each kind of link, a first job measures what tasks take (`Compiled.last_timeline`, with one schedule) and what
-transfers take (round trips of two sizes). This process plans steps with other schedules and numbers of microbatches
-from these costs, as `python -m mpmd plan --costs` does. A second job runs these steps. Prints for each the predicted
-and the measured seconds and their ratio, and ends with status 1 if one of them is more than 5 % apart.
+For each kind of link, a first job measures the times of tasks (`Compiled.last_timeline`, with one schedule) and of
+transfers (round trips of two sizes). This process plans steps with other schedules and numbers of microbatches from
+these costs, as `python -m mpmd plan --costs` does. A second job runs these steps. Prints for each the predicted and the
+measured seconds and their ratio, and ends with status 1 if a pair differs by more than 5 %.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def start_job(what: str, folder: Path, link: str, steps: int) -> None:
 
 
 def build(mpmd_mesh, schedule="1f1b", num_microbatches=8):
-    """The step and its abstract arguments."""
+    """Builds the step and its abstract arguments."""
     import jax
     import jax.numpy as jnp
 
@@ -131,7 +131,7 @@ def compiled(mesh, schedule: str, microbatches: int):
 
 
 def predict(folder: Path, schedule: str, microbatches: int) -> float:
-    """Seconds of a step by its plan, from the costs in the folder, in this process alone."""
+    """Returns the planned seconds of a step, from the costs in the folder, in this process alone."""
     os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES=str(NUM_STAGES))
     import jax
 
@@ -154,7 +154,7 @@ def predict(folder: Path, schedule: str, microbatches: int) -> float:
 
 
 def joined(link: str):
-    """This process's mesh, with the links wanted."""
+    """Joins the job. Returns the mesh, with the given links."""
     import jax
 
     import mpmd
@@ -210,7 +210,7 @@ def measure(folder: Path, link: str, steps: int) -> None:
 
 
 def round_trip(mesh, size: int, steps: int) -> float:
-    """Seconds of a value of `size` floats from group 0 to group 1 and back, the median."""
+    """Returns the median seconds of a value of `size` floats from group 0 to group 1 and back."""
     import jax
     import jax.numpy as jnp
 
@@ -231,7 +231,7 @@ def round_trip(mesh, size: int, steps: int) -> float:
 
 
 def run(folder: Path, link: str, steps: int) -> None:
-    """Writes `seconds.json`: seconds of a step of each configuration, the median."""
+    """Writes `seconds.json`: the median seconds of a step of each configuration."""
     import jax
     import numpy as np
 

@@ -3,8 +3,8 @@
     python benchmarks/profiling.py [--widths 128 256 512] [--repeats 8]
 
 Four groups of one CPU device, 1F1B with 8 microbatches, four tanh layers a stage; a wider layer makes longer tasks. The
-threads that note times share the cores with the tasks, as they would not beside an accelerator. Prints, for each width,
-the median seconds of a task and of a step, and the ratio of both kinds of steps.
+threads that note times share the cores with the tasks, unlike with an accelerator. Prints, for each width, the median
+seconds of a task and of a step, and the ratio of both kinds of steps.
 """
 
 import argparse
@@ -29,7 +29,7 @@ TARGET, LEAST_TASK_S = 1.05, 5e-3
 
 
 def make_step() -> Any:
-    """A training step, plain gradient descent."""
+    """Returns a training step, plain gradient descent."""
     mesh = mpmd.MpmdMesh(jax.make_mesh((STAGES,), ("stage",)), "stage")
 
     def loss(weights, x):
@@ -50,7 +50,7 @@ def make_step() -> Any:
 
 
 def measure(width: int, repeats: int) -> tuple[float, float, float, float]:
-    """Median seconds of a task, of a step without and with a profile, and the median ratio of neighbours."""
+    """Returns median seconds of a task, of a step without and with a profile, and the median ratio of neighbours."""
     rng = np.random.default_rng(0)
     weights: Any = [(rng.normal(size=(LAYERS, width, width)) / width**0.5).astype(np.float32) for _ in range(STAGES)]
     xs = rng.normal(size=(MICROBATCHES, 2 * width, width)).astype(np.float32)
@@ -72,7 +72,7 @@ def measure(width: int, repeats: int) -> tuple[float, float, float, float]:
 
 
 def main() -> int:
-    """Prints a line a width; exits with 1 if a profile of tasks of 5 ms or more costs more than 5 %."""
+    """Prints a line for each width; exits with 1 if a profile of tasks of 5 ms or more costs more than 5 %."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--widths", type=int, nargs="+", default=[128, 256, 512], help="of the layers (default: %(default)s)"

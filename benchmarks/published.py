@@ -1,15 +1,15 @@
-"""Published training runs, predicted blind: what their authors measured beside what `mpmd plan` says.
+"""Published training runs, predicted blind: the measurements of their authors and the predictions of `mpmd plan`.
 
     python benchmarks/published.py [--only NAME]
 
-Each run is built as a step of its shape, compiled for GPUs that are not here (extra `topology`), and planned with the
-constants that `mpmd plan` has by default. No constant is fitted to a run. Prints a table in Markdown; figures that
-miss their bound (time 20 %, memory 10 %, ratios 5 %) are bold. A run takes one to five minutes of one core.
+Each run is built as a step of its shape, compiled for GPUs that this machine need not have (extra `topology`), and
+planned with the default constants of `mpmd plan`. No constant is fitted to a run. Prints a table in Markdown; figures
+that miss their bound (time 20 %, memory 10 %, ratios 5 %) are bold. A run takes one to five minutes of one core.
 
-The step of a run: a decoder with float32 parameters and moments that are divided over all devices which have the same
-part of the model, bfloat16 products, causal attention by cuDNN. Tensor parallelism is Megatron's, with activations
-divided by position between layers. Gradients are summed once a step. With context parallelism, positions are
-divided; in attention, heads of queries are, and all keys are gathered.
+The step of a run is a decoder. Float32 parameters and moments are divided over all devices with the same part of the
+model; products are in bfloat16, causal attention is cuDNN's. Tensor parallelism is Megatron's, with activations divided
+by position between layers. Gradients are summed once a step. Context parallelism divides positions; in attention, it
+divides heads of queries and gathers all keys.
 """
 
 # ruff: noqa: E402 (the path and the flags have to be set first)
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# So that collectives go on beside products where they can; the published runs that use XLA have them too.
+# These let collectives overlap with products; the published runs that use XLA have them too.
 XLA_ENABLES = (
     "latency_hiding_scheduler",
     "pipelined_all_gather",
@@ -49,11 +49,11 @@ from mpmd.costs.machine import Machine
 from mpmd.planning.costs import StepCosts
 from mpmd.planning.plan import Plan, plan_step
 
-BLOCK = 1024  # queries of which scores exist at once, without a kernel
-TIME, MEMORY, RATIO = 0.20, 0.10, 0.05  # how far a prediction may be from what was measured
+BLOCK = 1024  # queries for which scores exist at a time, without a kernel
+TIME, MEMORY, RATIO = 0.20, 0.10, 0.05  # how far a prediction may be from the measurement
 AXES = ("data", "context", "model")
 H100 = Target.named("h100")
-PRODUCTS = "q k v attended middle gate up"  # kept, they leave only norms, activations and scores to compute again
+PRODUCTS = "q k v attended middle gate up"  # if these are kept, only norms, activations and scores are recomputed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Model:
     Attributes:
       hidden: width of its MLP, or of each expert.
       gated: whether an MLP has three matrices instead of two.
-      experts, chosen: how many there are, and how many of them a token takes; beside them it takes a `shared` MLP of
-        that width.
+      experts, chosen: the number of experts, and how many of them a token takes.
+      shared: width of an MLP that all tokens take in addition.
     """
 
     layers: int
@@ -82,20 +82,20 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run as it was published.
+    """A run as published.
 
     Attributes:
-      source, url: where its figures are.
-      groups, virtual: stages of the pipeline on different devices, and on each of them.
+      source, url: the source of its figures.
+      groups, virtual: stages of the pipeline on different devices, and on each of these.
       data, context, model: devices of a group, by what is divided over them; `fsdp` divides parameters over `data`.
-      rows, microbatches: of a replica: rows of a microbatch, and microbatches of a step.
-      kept: of a layer for its backward pass, beside its input: what these names in `Step.layer` stand for, and with
-        `attended` what the kernel of attention gives. All else is computed again.
+      rows, microbatches: rows of a microbatch, and microbatches of a step, of a replica.
+      kept: the values that a layer keeps for its backward pass besides its input, by their names in `Step.layer`;
+        with `attended` also the results of the attention kernel. All else is recomputed.
       float8: whether products with parameters of layers are in float8.
       attention: the share of the data sheet's speed that its attention reaches, where that is not cuDNN's.
-      seconds, rate: of a step, or tokens a second of a device: what was measured.
-      memory: bytes of a device, as measured; None if nobody says.
-      note: what its step lacks here, or what the model lacks.
+      seconds, rate: the measured seconds of a step, or tokens a second of a device.
+      memory: measured bytes of a device; None if not published.
+      note: a difference of its step here, or of the model.
     """
 
     source: str
@@ -125,7 +125,7 @@ class Run:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether attention is cuDNN's: JAX has it compiled for heads of at most 128."""
+        """Whether attention is cuDNN's: JAX compiles it for heads of at most 128."""
         return self.step.width // self.step.heads <= 128
 
     @property
@@ -135,7 +135,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.microbatches * self.rows * self.data * self.step.length
 
     @property
@@ -250,7 +250,7 @@ def norm(scale, x):
 
 
 def rotated(x, start):
-    """Rotary positions from `start`, for [rows, length, heads, size]."""
+    """Applies rotary positions from `start` to [rows, length, heads, size]."""
     half = x.shape[-1] // 2
     angles = (start + jnp.arange(x.shape[1]))[:, None] * 500000.0 ** (-jnp.arange(half) / half)
     sin, cos = (f(angles)[None, :, None, :].astype(x.dtype) for f in (jnp.sin, jnp.cos))
@@ -259,7 +259,7 @@ def rotated(x, start):
 
 @jax.custom_vjp
 def float8_product(x, w):
-    """`x @ w` in float8, with the gradients' products in float8 too."""
+    """Returns `x @ w` in float8, with the gradients' products in float8 too."""
     product = jnp.matmul(x.astype(jnp.float8_e4m3fn), w.astype(jnp.float8_e4m3fn), preferred_element_type=jnp.bfloat16)
     return product
 
@@ -279,8 +279,9 @@ float8_product.defvjp(_float8_forward, _float8_backward)
 
 
 def attention(q, k, v, has_kernel):
-    """Causal attention: q [rows, length, heads, size]; k, v [rows, length, kv_heads, size]. By cuDNN, or a block of
-    queries at a time, with the keys that it sees.
+    """Computes causal attention: q [rows, length, heads, size]; k, v [rows, length, kv_heads, size].
+
+    Uses cuDNN, or takes a block of queries at a time, with the keys that it sees.
     """
     if has_kernel:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
@@ -300,15 +301,15 @@ def attention(q, k, v, has_kernel):
 
 
 def is_attention(primitive, *_, **__) -> bool:
-    """As a policy of `jax.checkpoint`: what cuDNN's forward kernel gives is kept, so it does not run again."""
+    """Keeps, as a policy of `jax.checkpoint`, the results of cuDNN's forward kernel, so that it does not run again."""
     return primitive.name.startswith("dot_product_attention_fwd")
 
 
 class Step:
     """The step of a run on a mesh, and its abstract arguments.
 
-    `data` divides rows and parameters where the run is FSDP. Else each device of `data` and `context` has an own place
-    on leading axes of parameters and rows, which `jax.vmap` hides: so gradients are summed over them once a step.
+    `data` divides rows and parameters where the run is FSDP. Otherwise each device of `data` and `context` has its own
+    place on leading axes of parameters and rows, which `jax.vmap` hides: so gradients are summed once a step.
     """
 
     def __init__(self, run: Run, mesh: mpmd.MpmdMesh):
@@ -329,18 +330,18 @@ class Step:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh.tracing_mesh(), P(*spec)))
 
     def between(self, x):
-        """The layout of activations between layers: [rows, length, width]."""
+        """Puts activations [rows, length, width] in their layout between layers."""
         return self.on(x, self.rows_axis, "model", None)
 
     def whole(self, x):
-        """The same before a projection: all positions that the devices of `model` share."""
+        """Puts activations in their layout before a projection: all positions that the devices of `model` share."""
         return self.on(x, self.rows_axis, None, None)
 
     def product(self, x, w):
         return float8_product(x, w) if self.run.float8 else x @ w
 
     def by_key(self, q):
-        """Queries [rows, length, heads, size] with an axis of the heads of keys before that of their own."""
+        """Reshapes queries [rows, length, heads, size]: an axis of key heads comes before the axis of query heads."""
         q = q.reshape(*q.shape[:2], self.shape.kv_heads, -1, q.shape[-1])
         return self.on(q, self.rows_axis, None, "model")
 
@@ -355,11 +356,11 @@ class Step:
         start = jax.lax.axis_index("context") * x.shape[1] if self.run.context > 1 else 0
         q, k, v = (self.on(y, self.rows_axis, None, "model", None) for y in (rotated(q, start), rotated(k, start), v))
         attend = functools.partial(attention, has_kernel=self.run.has_kernel)
-        if self.run.context > 1:  # each device attends from all positions, for a part of the heads of each key
+        if self.run.context > 1:  # each device has all positions, and a part of the query heads of each key
             q = jax.lax.all_to_all(self.by_key(q), "context", 3, 1, tiled=True)
             q = q.reshape(*q.shape[:2], -1, size)
             k, v = (jax.lax.all_gather(y, "context", axis=1, tiled=True) for y in (k, v))
-            own = jax.lax.axis_index("context") * 0  # JAX's batches for cuDNN are those of queries and of keys alike
+            own = jax.lax.axis_index("context") * 0  # JAX's rule for cuDNN wants q and k batched alike
             k, v = (y + own.astype(y.dtype) for y in (k, v))
             # JAX does not partition cuDNN's kernel over heads and over what `jax.vmap` hides at once.
             heads = P(None, None, "model")
@@ -383,9 +384,9 @@ class Step:
         return self.between(x + checkpoint_name(self.between(self.product(h, p["down"])), "down"))
 
     def chosen(self, p, x):
-        """What the experts make of x [rows, length, width]; each device of `data` has some of them.
+        """Applies the experts to x [rows, length, width]; each device of `data` has some of them.
 
-        An expert takes as many tokens as any other: each token has a place in a sorted list, whoever it has chosen.
+        All experts take equally many tokens: places in a list sorted by expert, whatever the tokens have chosen.
         """
         s, devices = self.shape, self.run.data
 
@@ -409,7 +410,7 @@ class Step:
         return mapped(p["router"], p["expert_gate"], p["expert_up"], p["expert_down"], x)
 
     def stage(self, p, x):
-        """The layers of a stage; `p` has them on a leading axis."""
+        """Runs the layers of a stage; `p` has them on a leading axis."""
         if len(p["q"]) == 1:
             return self.kept(jax.tree.map(lambda a: a[0], p), x)
         stored = {name: a.sharding.spec[1:] for name, a in self.state()[0]["stages"][0].items()}
@@ -432,7 +433,7 @@ class Step:
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
     def specs(self) -> dict:
-        """Of each parameter: its shape, and the spec with which products read it."""
+        """Returns, for each parameter, its shape and the spec with which products read it."""
         s = self.shape
         kv = s.width // s.heads * s.kv_heads
         hidden = s.shared if s.experts else s.hidden
@@ -482,7 +483,7 @@ class Step:
         return (master, first, second), value
 
     def state(self) -> tuple:
-        """Parameters and two moments, float32, divided over all devices that have the same part of the model."""
+        """Returns parameters and two moments, float32, divided over all devices with the same part of the model."""
 
         def stored(first, shape, spec):
             free = ("data", "context") if self.run.context > 1 else ("data",)
@@ -492,7 +493,7 @@ class Step:
             spec = [free if i == axis else name for i, name in enumerate(spec)]
             return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(self.mesh.tracing_mesh(), P(*spec)))
 
-        specs = self.specs()  # of a stage, layers are never divided: a scan takes one after the other
+        specs = self.specs()  # the layers of a stage are never divided: a scan takes one after the other
         stages = [{k: stored(1, *entry) for k, entry in stage.items()} for stage in specs.pop("stages")]
         one = {k: stored(0, *entry) for k, entry in specs.items()} | {"stages": stages}
         return one, one, one
@@ -512,7 +513,7 @@ def _is_entry(x) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What is predicted of a run.
+    """The prediction for a run.
 
     Attributes:
       parts: of the step, in which the busiest group does products, waits for memory, waits for collectives, and idles.
@@ -555,7 +556,7 @@ def predict(run: Run) -> Prediction:
 
 
 def row(name: str, run: Run, found: Prediction) -> list[str]:
-    """A row of the table."""
+    """Formats a row of the table."""
     seconds, memory = found.plan.step.seconds, found.memory
     times = [f"{run.measured_s:.3g}", f"{seconds:.3g}", _error(seconds / run.measured_s, TIME)]
     sizes = [f"{memory / 1e9:.1f}", ""]
@@ -575,7 +576,7 @@ def row(name: str, run: Run, found: Prediction) -> list[str]:
 
 
 def ratio(name: str, predictions: dict[str, Prediction]) -> list[str]:
-    """A row of the table of ratios: of tokens a second of a device."""
+    """Formats a row of the table of ratios of tokens a second of a device."""
     measured, predicted = (
         rates[0] / rates[1]
         for rates in (

@@ -1,8 +1,8 @@
-"""Measures what JAX's transfer engine keeps of each pull: plain JAX, two processes, no part of this library.
+"""Measures the memory that JAX's transfer engine keeps of each pull: plain JAX, two processes, without this library.
 
     python benchmarks/pull_memory.py [--pulls 60000]
 
-Prints how many bytes of memory each process has more at the end, for each pull.
+Prints the growth of each process's memory, in bytes for each pull.
 """
 
 import argparse

@@ -7,7 +7,7 @@ import sys
 
 
 def start_ranks(num_ranks: int) -> int:
-    """Runs this program with its arguments in so many processes, each with one CPU device; the largest exit status."""
+    """Runs this program again in processes of one CPU device each. Returns the largest exit status."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -6,7 +6,7 @@
 
 There are 4 groups of 2 CPU devices. An SPMD state, sharded over all 8 devices, goes to stages that each own a quarter
 of the arrays, and back. Each way runs in its own process, so that its peak resident memory can be measured. The times
-are those of warm runs, unless `--cold` is given. A run ends when the result is there and the source is freed.
+are for warm runs, unless `--cold` is given. A run ends when the result is there and the source is freed.
 """
 
 import argparse
@@ -25,7 +25,7 @@ CASES = ("rows to rows", "rows to columns", "replicated to stages", "stages to r
 
 
 def measure(way: str, case: str, mib: int, repeat: int, cold: bool) -> dict[str, float | int | str]:
-    """Seconds, bytes moved, and peak resident memory beyond the memory in use before, for one way."""
+    """Returns seconds, bytes moved, and peak resident memory beyond the memory in use before, for one way."""
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -105,8 +105,9 @@ def measure(way: str, case: str, mib: int, repeat: int, cold: bool) -> dict[str,
 
 
 def planned_bytes(way: str, case: str, spmd, stages: list, host: list) -> int:
-    """The bytes that JAX moves. A jitted identity moves the bytes that its result lacks. `device_put` moves a whole
-    array, unless all of it stays.
+    """Returns the bytes that JAX moves.
+
+    A jitted identity moves the bytes that its result lacks; `device_put` a whole array, unless all of it stays.
     """
     from jax.sharding import NamedSharding
 
@@ -120,7 +121,7 @@ def planned_bytes(way: str, case: str, spmd, stages: list, host: list) -> int:
 
 
 def measure_planning() -> None:
-    """Seconds and memory to plan 10,000 arrays of 200 shapes and 25 pairs of shardings on 1,024 devices."""
+    """Prints seconds and memory to plan 10,000 arrays of 200 shapes and 25 pairs of shardings on 1,024 devices."""
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import jax
     import numpy as np
@@ -149,7 +150,7 @@ def measure_planning() -> None:
 
 
 def measure_small(way: str, num_arrays: int, nbytes: int) -> float:
-    """CPU seconds to bring float32 arrays of this size from rows over all devices to rows over their stages."""
+    """Returns CPU seconds to bring float32 arrays of this size from rows over all devices to rows over stages."""
     os.environ["JAX_NUM_CPU_DEVICES"] = "8"
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -197,7 +198,7 @@ def compare_small() -> None:
 
 
 def library():
-    """The package `reshard`, which has the same name as this file."""
+    """Returns the package `reshard`, which has the same name as this file."""
     return importlib.import_module("reshard")
 
 

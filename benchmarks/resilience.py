@@ -6,20 +6,20 @@
     python benchmarks/resilience.py --only kill --spares 1         # one waits
     python benchmarks/resilience.py --only kill --start-over
     python benchmarks/resilience.py --only cut --spares 2         # from a cut cable, between network namespaces (root)
-    python benchmarks/resilience.py --only ledger --task-ms 2     # what it costs that each process writes its ledger
-    python benchmarks/resilience.py --only pace --task-ms 2       # and what one measured step in four costs it
-    python benchmarks/resilience.py --only audit                  # and what an audit costs the step that it is in
+    python benchmarks/resilience.py --only ledger --task-ms 2     # the cost of the ledgers of all processes
+    python benchmarks/resilience.py --only pace --task-ms 2       # the cost of measuring one step in four
+    python benchmarks/resilience.py --only audit                  # the cost of an audit for its step
 
 Cost: accelerators are emulated as in pipeline_efficiency.py: each task calls back to the host and sleeps. The state is
 two arrays a stage, donated to the step. The same steps run as a plain loop and under `mpmd.resilient` by turns, in one
-job, so that what else the machine does meets both. Processor time is that of the four processes, without the keeper.
-`ledger`, `pace` and `audit` compare the plain loop with and without that in the same way.
+job, so that other work on the machine disturbs both. Processor time is for the four processes, without the keeper.
+`ledger`, `pace` and `audit` compare the plain loop with and without their feature in the same way.
 
-Kill: the small GPT of examples/train_gpt.py. One process kills itself while a step runs, and the one in its place says
-how far it is, for which the others wait. With `--start-over` it raises an error instead; the slowest of all new
+Kill: the small GPT of examples/train_gpt.py. One process kills itself while a step runs. The others wait for its
+replacement, which reports its progress. With `--start-over` it raises an error instead; the slowest of all new
 processes counts.
 
-Cut: the same, with two of the processes on a host whose cable is cut. Spares wait or are started on the other one.
+Cut: the same, with two of the processes on a host whose cable is cut. Spares wait or are started on the other host.
 """
 
 import argparse
@@ -145,7 +145,7 @@ def cost(args) -> None:
         else:
             state = mpmd.resilient(body, state, args.steps)
         processor[way] += time.process_time() - before
-        times[way] += [b - a for a, b in itertools.pairwise(begun)]  # what resilient does between steps is in it
+        times[way] += [b - a for a, b in itertools.pairwise(begun)]  # includes the work of `resilient` between steps
     said = job.exchange("the end", json.dumps(processor), range(NUM_GROUPS))
     if jax.process_index():
         return
@@ -159,11 +159,11 @@ def cost(args) -> None:
 
 
 def cut(words: list[str], environment: dict[str, str], spares: int) -> str:
-    """What the processes print on two hosts, the cable between which is cut after 20 steps; with the time of that."""
+    """Runs processes on two hosts, cuts the cable after 20 steps, and returns their output with the time of the cut."""
     sys.path.append(str(ROOT / "tests" / "launcher"))
     import hosts as network  # pyright: ignore[reportMissingImports]
 
-    places = "hosta,hostb" + (",localhost:0" if spares else "")  # the launcher runs on hosta, so that both are there
+    places = "hosta,hostb" + (",localhost:0" if spares else "")  # the launcher runs on hosta, so both places exist
     with tempfile.TemporaryDirectory() as folder, network.two_hosts(Path(folder)) as hosts:
         words[1:1] = ["--ssh", hosts.ssh, "-H", places, "--min-hosts", "1"]
         words[words.index("-n") + 1] = str(NUM_GROUPS // 2)
@@ -239,7 +239,7 @@ def note(what: str) -> None:
 
 
 def print_kill(text: str) -> None:
-    """A table of where the time went, from what the processes noted."""
+    """Prints a table of where the time went, from the notes of the processes."""
     found = [(float(at), attempt, what) for at, attempt, what in re.findall(r"at ([\d.]+) (\d): (.*)", text)]
     (before,) = [at for at, _, what in found if what == "kill"]
     killed = before

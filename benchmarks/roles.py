@@ -4,8 +4,8 @@
 
 Four processes with one CPU device each. Accelerators are emulated, as in `pipeline_efficiency.py`: a task calls back to
 the host and sleeps. Two groups train and two sample, each with four microbatches in two stages. Prints the times of a
-step of the trainer alone, of the sampler alone, and of the loop, with weights that a reshard moves and with weights
-that a stream carries, over the longer of the two (aim: 1.05).
+step of the trainer alone, of the sampler alone, and of the loop, where a reshard moves the weights and where a stream
+does, relative to the longer of the two (aim: 1.05).
 """
 
 import argparse
@@ -43,7 +43,7 @@ def run(args) -> int:
     trainer, sampler = mesh.mpmd_submesh([0, 1]), mesh.mpmd_submesh([2, 3])
 
     def work(x, tasks):
-        """Returns `x` after the time of so many tasks."""
+        """Returns `x` after the time of `tasks` tasks."""
 
         def wait(number):
             time.sleep(tasks * args.task_ms / 1000)
@@ -88,7 +88,7 @@ def run(args) -> int:
     stream = stream_between(sources, like)
 
     def timed(step, state):
-        """Seconds of a step in a loop of several, which waits at its end alone."""
+        """Returns the seconds of a step in a loop of several, which waits only at its end."""
         for i in range(args.steps + 2):
             if i == 2:
                 jax.block_until_ready(state)

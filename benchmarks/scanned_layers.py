@@ -3,11 +3,11 @@
     python benchmarks/scanned_layers.py [--layers 32] [--width 256] [--rows 256] [--steps 10]
 
 Both train with AdamW and clipping by the global norm over 4 groups of one device, with the same cuts. Steps of the
-two take turns. Checks that each group holds its share of the layers' bytes (parameters, moments) and nothing else of
-them, and that both compute the same loss. Prints the ratios beside their targets, and what the scan itself costs: the
-gradient of one stage's layers under plain `jax.jit`, scanned against a loop. (XLA's CPU programs run a `while` loop
-slower than its unrolled body.) The exit status says whether the ratios of processor time reach their targets: other
-work on the machine disturbs these less.
+two take turns. Checks that each group holds only its share of the layers' bytes (parameters, moments), and that both
+compute the same loss. Prints the ratios with their targets, and the cost of the scan itself: the gradient of one
+stage's layers under plain `jax.jit`, scanned against a loop. (XLA's CPU programs run a `while` loop slower than its
+unrolled body.) The exit status says whether the ratios of processor time reach their targets: other work on the
+machine disturbs processor time less.
 """
 
 import argparse
@@ -33,13 +33,13 @@ TARGET = 1.1
 
 
 def layer(h, p):
-    """A residual block."""
+    """Applies a residual block."""
     x = h * p["norm"] / jnp.sqrt(jnp.mean(h**2, axis=-1, keepdims=True) + 1e-6)
     return mpmd.mark_layer_end(h + jnp.tanh(x @ p["up"]) @ p["down"])
 
 
 def loss(params, x, *, scanned):
-    """Mean square of the head's outputs."""
+    """Returns the mean square of the head's outputs."""
     h = jnp.tanh(x @ params["embedding"])
     if scanned:
         h, _ = lax.scan(lambda h, p: (layer(h, p), None), h, params["layers"])
@@ -50,7 +50,7 @@ def loss(params, x, *, scanned):
 
 
 def initial(num_layers, width, scanned):
-    """Parameters, with layers stacked or as a list."""
+    """Makes parameters, with layers stacked or as a list."""
     up, down, embedding, head = jax.random.split(jax.random.key(0), 4)
 
     def normal(key, *shape):
@@ -90,7 +90,7 @@ class Run:
         self.jitted = mpmd.jit(step, mpmd_mesh=mesh, donate_argnums=0)
 
     def step(self):
-        """Seconds of one step, by the clock and of the processor."""
+        """Takes one step. Returns its seconds, by the clock and of the processor."""
         start = time.perf_counter(), time.process_time()
         self.state, self.loss = self.jitted(self.state, self.xs)
         jax.block_until_ready(jax.tree.leaves(self.state))
@@ -98,7 +98,7 @@ class Run:
 
 
 def check_memory(run, width):
-    """Each group has its share of the stacked arrays, beside embedding or head and their moments. Returns its bytes."""
+    """Checks that groups hold their shares of stacked arrays, and embedding or head with moments. Returns bytes."""
     stacks = [x for x in jax.tree.leaves(run.state) if x.pieces]
     layers = sum(x.nbytes for x in stacks)
     ends = 3 * 4 * width * width  # embedding or head, with two moments
@@ -112,7 +112,7 @@ def check_memory(run, width):
 
 
 def plain_ratio(num_layers, width, rows, steps):
-    """How much longer the gradient of some layers takes if they are scanned, under plain `jax.jit`."""
+    """Returns how much longer the gradient of some layers takes if they are scanned, under plain `jax.jit`."""
     x, runs = jax.random.normal(jax.random.key(1), (rows, width)), {}
     for scanned in (True, False):
         gradient = jax.jit(jax.value_and_grad(functools.partial(loss, scanned=scanned)))

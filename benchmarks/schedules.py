@@ -44,7 +44,7 @@ PEERS: dict[str, dict[str, str]] = {
 
 
 def cost_sets(num_stages: int) -> dict[str, Costs]:
-    """The four sets of costs under which schedules are compared."""
+    """Returns the four sets of costs under which schedules are compared."""
     rng = random.Random(num_stages)
 
     def spread() -> tuple[float, ...]:
@@ -60,7 +60,7 @@ def cost_sets(num_stages: int) -> dict[str, Costs]:
 
 
 def peers() -> int:
-    """Prints both makespans wherever the peer's order is valid. Returns how often it is shorter at no higher peak."""
+    """Prints both makespans where the peer's order is valid. Returns how often it is shorter at no higher peak."""
     makers: dict[str, Callable[[], Orderer]] = {"torch": _torch, "zbpp_light": _zbpp_light, "dualpipe": _dualpipe}
     shorter = cases = 0
     for peer, names in PEERS.items():
@@ -78,7 +78,7 @@ def peers() -> int:
 
 
 def _compare(peer: str, orders_of: Orderer, name: str, peer_name: str, p: int, m: int) -> tuple[int, int]:
-    """Compares one schedule of one peer under all costs. Returns the number of cases, and of those the peer wins."""
+    """Compares one schedule of one peer under all costs. Returns the numbers of cases and of the peer's wins."""
     head = f"{peer:10} {name:18} p={p:2} m={m:2} "
     schedule = make(name, 2 * p if name.startswith("interleaved") else None, p)
     try:
@@ -105,7 +105,7 @@ def _compare(peer: str, orders_of: Orderer, name: str, peer_name: str, p: int, m
 
 
 def _zbpp_light() -> Orderer:
-    """ZB-H1 of sail-sg's zero-bubble. This package calls the input gradient B."""
+    """Returns ZB-H1 of sail-sg's zero-bubble. This package calls the input gradient B."""
     from zbpp_light.auto_schedule import auto_schedule  # pyright: ignore[reportMissingImports]
 
     def orders_of(_: str, placement: tuple[int, ...], num_groups: int, num_microbatches: int) -> Orders:
@@ -121,7 +121,7 @@ def _zbpp_light() -> Orderer:
 
 
 def _dualpipe() -> Orderer:
-    """DeepSeek's DualPipe, cut in half: the first p of its 2p ranks, whose two directions are the two legs of the V.
+    """Returns half of DeepSeek's DualPipe: the first p of its 2p ranks. Its two directions are the two legs of the V.
 
     It runs the package's own step, with chunks that only record that they were called.
     """
@@ -187,7 +187,7 @@ def _torch() -> Orderer:
 
 
 def _torch_orders(module: Any, name: str, placement: tuple[int, ...], num_groups: int, num_microbatches: int) -> Orders:
-    """The table of orders that torch makes. No stage is built."""
+    """Returns the table of orders that torch makes, without building stages."""
     kind = getattr(module, name)
     stages = [
         SimpleNamespace(
@@ -259,7 +259,7 @@ def _sums(one: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 def _products_of_tasks(schedule: Any, is_checkpointed: bool) -> dict[str, list[float]]:
-    """Operations of matrix products in the tasks of each stage: two layers, of width and length 256."""
+    """Counts operations of matrix products in the tasks of each stage: two layers, of width and length 256."""
     import jax
     import jax.numpy as jnp
 

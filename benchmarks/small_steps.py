@@ -1,4 +1,4 @@
-"""Measures small real steps, whose work is hardly more than their start: processor time against plain `jax.jit`.
+"""Measures small real steps, with hardly more work than their start: processor time against plain `jax.jit`.
 
     python benchmarks/small_steps.py [--steps 120]
     scripts/launch_multihost.sh -n 2 --cpu-devices 1 -- python benchmarks/small_steps.py
@@ -7,9 +7,9 @@ A PPO-like update (actor and critic, clipped objective, 64 rows) and a GCN-like 
 nodes and 256 edges), each with 4 microbatches, Adam and two stages, in two groups of one CPU device. The batch comes
 from numpy at each step, and the loss is read. The two take turns. Prints the median processor time of a step.
 
-In two processes, also with a GPT of two layers, it prints what the comparison of their calls takes: of a step's time
-the main thread's part and that of all threads, of the processor time of a step, and by the clock, against steps that
-are not compared.
+In two processes, also with a GPT of two layers, it prints the cost of comparing their calls: the main thread's part and
+all threads' part of a step's time, the part of a step's processor time, and the time of a step by the clock, against
+steps that are not compared.
 """
 
 import argparse
@@ -39,7 +39,7 @@ BLOCK = 40  # steps
 
 
 def ppo_loss(params: Any, m: Any) -> jax.Array:
-    """The clipped objective, the value's error and the entropy."""
+    """Returns the clipped objective, the value's error and the entropy."""
     x = m["observation"]
     actor, critic = mpmd.mark_stage_end((jnp.tanh(x @ params["actor_0"]), jnp.tanh(x @ params["critic_0"])))
     logs = jax.nn.log_softmax(jnp.tanh(actor @ params["actor_1"]) @ params["actor_2"])
@@ -50,7 +50,7 @@ def ppo_loss(params: Any, m: Any) -> jax.Array:
 
 
 def gcn_loss(params: Any, m: Any) -> jax.Array:
-    """The cross-entropy of the nodes' labels after two convolutions."""
+    """Returns the cross-entropy of the nodes' labels after two convolutions."""
 
     def convolution(x, w):
         return jax.ops.segment_sum((x @ w)[m["source"]], m["target"], NODES)
@@ -61,7 +61,7 @@ def gcn_loss(params: Any, m: Any) -> jax.Array:
 
 
 def cases() -> dict[str, tuple[Any, Any, Any]]:
-    """Loss, parameters and batch of each."""
+    """Returns loss, parameters and batch of each case."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> np.ndarray:
@@ -83,7 +83,7 @@ def cases() -> dict[str, tuple[Any, Any, Any]]:
 
 
 def step_of(loss: Any, optimizer: Any) -> Any:
-    """A step of training."""
+    """Returns a training step."""
 
     def step(state, batch):
         params, moments = state
@@ -97,7 +97,7 @@ def step_of(loss: Any, optimizer: Any) -> Any:
 
 
 def measure(loss: Any, params: Any, batch: Any, num_steps: int) -> dict[str, float]:
-    """Median seconds of the processor for a step, plain and as a pipeline. Their losses are compared."""
+    """Returns median processor seconds of a step, plain and as a pipeline. Compares their losses."""
     optimizer = optax.adam(1e-3)
     step = step_of(loss, optimizer)
     mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
@@ -116,7 +116,7 @@ def measure(loss: Any, params: Any, batch: Any, num_steps: int) -> dict[str, flo
 
 
 def small_gpt() -> tuple[Any, Any, Any]:
-    """Step, state and batch of the GPT of `examples/train_gpt.py`, with two layers."""
+    """Returns step, state and batch of the GPT of `examples/train_gpt.py`, with two layers."""
     # Instead of this folder, whose reshard.py would hide the package.
     sys.path[0] = str(pathlib.Path(__file__).parents[1] / "examples")
     import train_gpt  # pyright: ignore[reportMissingImports]
@@ -128,11 +128,11 @@ def small_gpt() -> tuple[Any, Any, Any]:
 
 
 def measure_comparison(step: Any, state: Any, batch: Any, num_steps: int) -> tuple[float, float, float, float]:
-    """What it takes to compare calls of several processes: parts of a step.
+    """Measures the cost of comparing calls of several processes.
 
     Returns:
-      Of a step's time the main thread's part and that of all threads, their part of the processor time, and by how much
-      a step takes longer than one whose calls are not compared: the two take turns, `BLOCK` steps each.
+      The main thread's part and all threads' part of a step's time, all threads' part of the processor time, and the
+      extra time of a step over one without the comparison: the two take turns, `BLOCK` steps each.
     """
     mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
     run = mpmd.jit(step, mpmd_mesh=mesh)
@@ -153,7 +153,7 @@ def measure_comparison(step: Any, state: Any, batch: Any, num_steps: int) -> tup
     used = read = 0.0
     setattr(Executor, "compare", timed)  # noqa: B010 (a type checker knows its signature)
     for block in range(2 + 2 * num_steps // BLOCK):
-        is_compared = block < 2 or block % 4 in (0, 3)  # on, off, off, on: what drifts hits both
+        is_compared = block < 2 or block % 4 in (0, 3)  # on, off, off, on: drift hits both
         used_before, read_before = time.process_time(), time.clock_gettime(clock)
         for _ in range(BLOCK):
             start = time.perf_counter()
@@ -169,7 +169,7 @@ def measure_comparison(step: Any, state: Any, batch: Any, num_steps: int) -> tup
     noting = noting[2 * BLOCK :]
     of_main = statistics.median(noting) / statistics.median(seconds[True])
     of_all = of_main + read / sum(seconds[True])
-    # Means without the longest tenth, which is what else the machine does: a median would not see a turn of the thread.
+    # Means without the longest tenth, which is other work on the machine: a median would miss a turn of the thread.
     with_it, without = (statistics.mean(sorted(s)[: len(s) * 9 // 10]) for s in seconds.values())
     return of_main, of_all, (read + sum(noting)) / used, with_it / without - 1
 

@@ -2,10 +2,10 @@
 
     python benchmarks/streams.py [--senders 1] [--receivers 1] [--mib 1024] [--rounds 7]
 
-First the rate. A tree of 16 MiB tensors, in as many stages as there are senders, goes to receivers that divide its
-rows: by a stream, by a reshard, and by bare pulls of `jax.experimental.transfer`, all started at once: one for each
-tensor and receiver, of arrays that are cut beforehand. They take turns. Prints the median and the least time by the
-clock, the median of the processor time of all processes together, and the bare pulls' part of each. Aim: 0.8.
+First the rate. A tree of 16 MiB tensors, with one stage for each sender, goes to receivers that divide its rows: by a
+stream, by a reshard, and by bare pulls of `jax.experimental.transfer`, one for each tensor and receiver, of arrays that
+are cut beforehand, all started at once. The three take turns. Prints the median and the least time by the clock, the
+median processor time of all processes together, and the bare pulls' part of each. Aim: 0.8.
 
 Then the trainer: steps of `--step-ms` on an emulated accelerator, which sleeps. In turns three steps send nothing, and
 three send the tree, which receivers take during the next one. Aim: at most 3 % longer.

@@ -4,7 +4,7 @@
 
 Accelerators are emulated as in pipeline_efficiency.py: each layer calls back to the host and sleeps. The last layer
 takes twice as long as the others. `mpmd.tune` chooses among schedules and cuts and measures the tasks of the best one.
-Its prediction for a step is compared with the measured step (aim: within 5 %). The exit status says whether it is.
+Its prediction for a step is compared with the measured step (aim: within 5 %). The exit status says whether it fits.
 """
 
 import argparse

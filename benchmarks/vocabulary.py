@@ -1,11 +1,11 @@
-"""Measures steps whose head is a stage's, and steps whose head is divided over all groups.
+"""Measures steps with the head in one stage, and steps with the head divided over all groups.
 
     python benchmarks/vocabulary.py
 
 Four processes with emulated accelerators, as in `pipeline_efficiency.py`: a task calls back to the host and sleeps. The
 head over the vocabulary takes `--head` times as long as a stage of the model. Either the last stage has it, or each
 group has a part of the words as a role of its own, which the loss reads (docs/stages.md). Prints the mean time of a
-step of both, beside the work of a group if it were even, which no step can go below, and the peak of microbatches in
+step of both, relative to the work of a group if all groups had the same, a lower bound, and the peak of microbatches in
 flight.
 
     python benchmarks/vocabulary.py --simulate
@@ -24,7 +24,7 @@ from ranks import start_ranks
 
 import scheduler
 
-LOSS = 0.02  # what remains for the loss, of a stage's time
+LOSS = 0.02  # the loss without the head, as a part of a stage's time
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def divided(groups: int, head: float) -> scheduler.GraphSchedule:
-    """The model's stages, the parts of the head, and the loss."""
+    """Returns a schedule of the model's stages, the parts of the head, and the loss."""
     chain = tuple((s - 1,) if s else () for s in range(groups))
     reads = (*chain, *((groups - 1,),) * groups, tuple(range(groups, 2 * groups)))
     each = (*(1.0,) * groups, *(head / groups,) * groups, LOSS)
@@ -57,7 +57,7 @@ def divided(groups: int, head: float) -> scheduler.GraphSchedule:
 
 
 def simulated(groups: int, head: float, args) -> list[float]:
-    """The time of a step with the head on the last stage, and divided, in forwards of a stage."""
+    """Simulates a step with the head on the last stage, and divided. Returns times in forwards of a stage."""
     each = (*(1.0,) * (groups - 1), 1.0 + head + LOSS)
     transfer = args.delay_ms / args.task_ms
     whole = scheduler.simulate(
@@ -100,7 +100,7 @@ def run(args) -> None:
         return x.at[0].set(jax.pure_callback(wait, jax.ShapeDtypeStruct((), x.dtype), x[0]))
 
     def task_of(share: float):
-        """A product that takes so long, and twice as long backward."""
+        """Returns a product that takes `share` of a stage's time, and twice as long backward."""
 
         @jax.custom_vjp
         def task(w, x):

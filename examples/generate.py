@@ -8,8 +8,8 @@ steps one after the other: while group 1 works on the first lane, group 0 works 
 row writes one text, and when it ends, a waiting text takes its place before the next step. Keys and values are in
 *pages*: each lane has a pool of them for each layer, and a row takes as many as its text needs.
 
-The script writes the same texts twice, first one at a time, then with all lanes. They are equal, bit by bit: nothing
-that a row computes depends on the other rows, and each text has its own key for its random choices.
+The script writes the same texts twice, first one at a time, then with all lanes. They are equal, bit by bit: a row's
+results do not depend on the other rows, and each text has its own key for its random choices.
 """
 
 import argparse
@@ -55,23 +55,23 @@ class Request(NamedTuple):
 
 
 class Text(NamedTuple):
-    """The bytes that were written, (length,), and the logarithm of the probability with which each came.
+    """The written bytes, (length,), and the log-probability of each.
 
-    With temperature 0, it is the probability at temperature 1.
+    With temperature 0, it is the log-probability at temperature 1.
     """
 
     tokens: Any
     log_probabilities: Any
 
 
-# What the groups compute: one byte in each row.
+# The computation in the groups: one byte in each row.
 
 
 class Rows(NamedTuple):
-    """What the rows of a lane do in a step. A row without a text has zeros; so it writes to page 0, which no text has.
+    """The work of a lane's rows in a step. A row without a text has zeros; so it writes to page 0, which no text has.
 
     Attributes:
-      token: (rows,), the byte to read; `NO_BYTE` is the one that the last step drew.
+      token: (rows,), the byte to read; `NO_BYTE` stands for the byte that the previous step drew.
       position: (rows,), its position in the text.
       pages: (rows, pages of a text), where the keys and values of the text are.
       key, temperature: (rows, 2) and (rows,), as in `Request`.
@@ -85,9 +85,9 @@ class Rows(NamedTuple):
 
 
 def make_advance(model: GPT, choices: range = range(256)) -> Callable[..., tuple[Any, Text]]:
-    """A function that reads a byte in each row, and draws the next one among `choices`.
+    """Returns a function that reads a byte in each row, and draws the next one among `choices`.
 
-    The caches have, for each layer, keys and values: (pages, page size, heads, features).
+    The caches are keys and values for each layer: (pages, page size, heads, features).
     """
 
     def advance(params: dict[str, Any], caches: list[dict[str, jax.Array]], last: jax.Array, rows: Rows):
@@ -103,7 +103,7 @@ def make_advance(model: GPT, choices: range = range(256)) -> Callable[..., tuple
                 cache[name].at[page, rows.position % page_size].set(entry[:, 0])
                 for name, entry in zip(("keys", "values"), new, strict=True)
             ]
-            # Zeros instead of what an earlier text left in a page: a weight of zero would not hide a NaN.
+            # Zeros replace the values that an earlier text left in a page: a weight of zero would not hide a NaN.
             keys, values = (
                 jnp.where(seen[..., None, None], pool[rows.pages].reshape(*seen.shape, *pool.shape[2:]), 0)
                 for pool in pools
@@ -121,7 +121,7 @@ def make_advance(model: GPT, choices: range = range(256)) -> Callable[..., tuple
 
 
 def draw(logits: jax.Array, rows: Rows, first: int) -> Text:
-    """A byte for each row, from logits (rows, choices) for the bytes from `first` on."""
+    """Draws a byte for each row, from logits (rows, choices) for the bytes from `first` on."""
     greedy = rows.temperature[:, None] == 0
     logits = logits / jnp.where(greedy, 1, rows.temperature[:, None])
     keys = jax.random.wrap_key_data(rows.key, impl="threefry2x32")
@@ -132,12 +132,12 @@ def draw(logits: jax.Array, rows: Rows, first: int) -> Text:
     return Text(index + first, log_probabilities)
 
 
-# What the host decides between steps: which text is in which row and in which pages.
+# Decisions of the host between steps: which text is in which row and in which pages.
 
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """A text that is being written: its pages, where its bytes are, as (step, row), and the position to read next."""
+    """A text in progress: its pages, the (step, row) of each of its bytes, and the position to read next."""
 
     request: Request
     pages: list[int]
@@ -146,7 +146,7 @@ class Row:
 
 
 class Lane:
-    """The rows of a lane, and the pages that none of them has."""
+    """The rows of a lane, and its free pages."""
 
     def __init__(self, rows: int, pages: int, pages_of_text: int):
         self.rows: list[Row | None] = [None] * rows
@@ -154,7 +154,7 @@ class Lane:
         self.pages_of_text = pages_of_text
 
     def arrays(self) -> Rows:
-        """What the rows do in the next step. The arrays are new: the devices may read them later."""
+        """Returns the work of the rows in the next step, in new arrays: the devices may read them later."""
         n = len(self.rows)
         token, position, temperature = np.zeros(n, np.int32), np.zeros(n, np.int32), np.zeros(n, np.float32)
         pages, key = np.zeros((n, self.pages_of_text), np.int32), np.zeros((n, 2), np.uint32)
@@ -167,9 +167,9 @@ class Lane:
         return Rows(token, position, pages, key, temperature)
 
     def note(self, step: int, last: Any) -> None:
-        """Notes where the bytes of a step will be, and ends texts. To find stop bytes, it reads those of the last step.
+        """Notes where the bytes of a step will be, and ends texts. To find stop bytes, it reads the last step's bytes.
 
-        So a text with a stop byte is in one step too many, of which `on_host` takes nothing.
+        So a text with a stop byte takes part in one more step; `on_host` ignores its byte of that step.
         """
         read = None
         for i, row in enumerate(self.rows):
@@ -188,7 +188,7 @@ class Lane:
 
 
 class Started(NamedTuple):
-    """Texts that are being written: what each step draws, and for each of them the (step, row) of its bytes."""
+    """Texts in progress: the arrays that each step draws, and for each text the (step, row) of its bytes."""
 
     requests: Sequence[Request]
     steps: list[Text]
@@ -200,13 +200,13 @@ class Sampler:
     """Writes texts, with caches that stay from call to call. Its programs have one shape, whatever texts come.
 
     Attributes:
-      model: it gives the layers.
+      model: the GPT, with its layers.
       jit: `jax.jit`, or `mpmd.jit` for a mesh. In several processes, all make the same calls.
-      lanes: as many as the model has stages keep all groups at work.
-      rows: of a lane.
+      lanes: the number of lanes. One for each stage of the model keeps all groups busy.
+      rows: the rows of a lane.
       window: bytes of the longest text with its prompt.
       page_size: bytes of a page.
-      pages: of a lane; 0 means as many as its rows can need at most.
+      pages: the pages of a lane; 0 means the most that its rows can need.
       choices: the bytes that may be drawn.
     """
 
@@ -233,7 +233,7 @@ class Sampler:
         self._last: list[Any] = [np.zeros(self.rows, np.int32)] * self.lanes
 
     def start(self, params: Any, requests: Sequence[Request]) -> Started:
-        """Starts all steps, without waiting for the devices. It reads what they draw only of texts with a stop byte.
+        """Starts all steps, without waiting for the devices. Reads drawn bytes only for texts with a stop byte.
 
         Raises:
           ValueError: a text can never fit.
@@ -253,18 +253,18 @@ class Sampler:
         return started
 
     def texts(self, params: Any, requests: Sequence[Request]) -> list[Text]:
-        """What is written for each request. Raises as `start` does."""
+        """Returns the text for each request. Raises as `start` does."""
         return on_host(self.start(params, requests))
 
     def layout(self, params: Any) -> Any:
-        """Where a sampler with `mpmd.jit` reads parameters of these types: a tree of shardings."""
+        """Returns where a sampler with `mpmd.jit` reads parameters of these types: a tree of shardings."""
         args = params, self._caches[0], self._last[0], self._make_lane().arrays()
         return self._advance.lower(*args).compile().input_shardings[0][0]
 
     def _admit(self, waiting: collections.deque, lanes: Sequence[Lane]) -> None:
-        """Texts start in the order in which they wait, each in the lane with the most free rows that has room.
+        """Starts texts in the order in which they wait, each in the lane with the most free rows that has room.
 
-        A text takes all pages that it may need, so it never waits in its middle.
+        A text takes all pages that it may need, so it never waits once it has started.
         """
         while waiting:
             num_pages = self._num_pages(waiting[0][0])
@@ -276,7 +276,7 @@ class Sampler:
             lane.rows[lane.rows.index(None)] = Row(request, pages, places)
 
     def _num_pages(self, request: Request) -> int:
-        """How many pages a text takes. Its last byte is not read."""
+        """Returns how many pages a text takes. Its last byte is not read."""
         return -(-(len(request.prompt) + request.length - 1) // self.page_size)
 
     def check(self, requests: Sequence[Request]) -> None:
@@ -294,7 +294,7 @@ class Sampler:
 
 
 def on_host(started: Started) -> list[Text]:
-    """The texts, when they are written: waits for the devices."""
+    """Waits for the devices and returns the written texts."""
     if not started.steps:
         return []
     tokens, log_probabilities = map(np.stack, zip(*mpmd.device_get(started.steps), strict=True))
@@ -312,7 +312,7 @@ def on_host(started: Started) -> list[Text]:
 
 
 def trained_params(model: GPT, mesh: mpmd.MpmdMesh, num_steps: int) -> Any:
-    """Parameters after some steps of train_gpt.py's training, in the groups in which the training leaves them."""
+    """Returns parameters after some steps of train_gpt.py's training, in the groups where the training leaves them."""
     text, optimizer = read_text([]), make_optimizer(3e-3, num_steps)
     state = mpmd.jit(make_init(model, optimizer), mpmd_mesh=mesh)(jax.random.key(0))
     train_step = make_step(model, optimizer, OneFOneB(model.num_stages), num_microbatches=4)
@@ -326,7 +326,7 @@ def trained_params(model: GPT, mesh: mpmd.MpmdMesh, num_steps: int) -> Any:
 
 
 def restored_params(model: GPT, sampler: Sampler, folder: str) -> Any:
-    """The parameters of the last checkpoint in the folder, read directly into the groups where they are needed."""
+    """Reads the parameters of the folder's last checkpoint directly into the groups where they are needed."""
     steps = [int(path.name) for path in Path(folder).glob("*") if path.name.isdigit()]
     if not steps:
         sys.exit(f"--checkpoint-dir {folder} has no checkpoint; train_gpt.py --checkpoint-dir saves some")
@@ -343,7 +343,7 @@ def say(text: str) -> None:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
+    """Parses the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--checkpoint-dir", metavar="DIR", help="where train_gpt.py saved; default: train here first")
     parser.add_argument("--steps", type=int, default=200, help="training steps without --checkpoint-dir (default 200)")

@@ -7,12 +7,12 @@
 A prompt is three digits and `>`. The right answer is the largest digit and the smallest one. Nobody shows the model an
 answer: it draws several for each prompt, and a Python function says how much of each is right.
 
-The mesh has six groups. Four are the trainer: they hold the policy in four stages, and beside it the reference, from
-which the policy is not to go far. Two are the sampler: they hold the policy in two stages, and draw answers. In each
-step the weights flow to the sampler in a stream, and it draws the answers of the next step while the trainer learns
-from those of this one. So all answers are one version old; the objective weighs them by the ratio of what is probable
-now to what was probable then, which is printed. Every process runs this whole program, and calls what all roles do; one
-that has no part in a role does nothing there.
+The mesh has six groups. Four are the trainer: they hold the policy in four stages, and with it the reference, which
+bounds how far the policy may drift. Two are the sampler: they hold the policy in two stages, and draw answers. In each
+step a stream brings the weights to the sampler, and the sampler draws the answers of the next step while the trainer
+learns from the answers of this one. So all answers are one version old; the objective weighs them by the ratio of their
+probability now to their probability then, which is printed. Every process runs this whole program, and makes the calls
+of all roles; a process without a part in a role does nothing in its calls.
 
 Source of the objective: arXiv:2402.03300.
 """
@@ -46,24 +46,24 @@ STAGES, SAMPLER_STAGES = 4, 2
 
 
 def prompts_at(step: int) -> np.ndarray:
-    """The prompts of a step, (PROMPTS, 4): three digits and `>`. They depend on the step alone."""
+    """Returns the prompts of a step, (PROMPTS, 4): three digits and `>`. They depend on the step alone."""
     digits = np.random.default_rng((1, step)).integers(DIGITS.start, DIGITS.stop, size=(PROMPTS, 3))
     return np.append(digits, np.full((PROMPTS, 1), ord(">")), axis=1).astype(np.int32)
 
 
 def reward(prompt: str, answer: str) -> float:
-    """The part of an answer that is right."""
+    """Returns the fraction of an answer that is right."""
     right = max(prompt[:3]) + min(prompt[:3])
     return sum(a == b for a, b in zip(answer, right, strict=True)) / LENGTH
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
-    """(PROMPTS, ANSWERS): by how much each is better than the others to its prompt, in their standard deviations."""
+    """Returns an answer's lead over others to its prompt, in standard deviations: (PROMPTS, ANSWERS)."""
     spread = rewards - rewards.mean(axis=1, keepdims=True)
     return (spread / (rewards.std(axis=1, keepdims=True) + 1e-4)).astype(np.float32)
 
 
-# What the roles compute.
+# The computation of the roles.
 
 
 class Batch(NamedTuple):
@@ -71,7 +71,7 @@ class Batch(NamedTuple):
 
     Attributes:
       tokens: (MICROBATCHES, rows, bytes), prompts and answers.
-      drawn: (MICROBATCHES, rows, LENGTH), the logarithm of the probability with which a byte was drawn.
+      drawn: (MICROBATCHES, rows, LENGTH), the log-probability with which each byte was drawn.
       advantages: (MICROBATCHES, rows).
     """
 
@@ -81,14 +81,14 @@ class Batch(NamedTuple):
 
 
 def log_probabilities(model: GPT, params: Any, tokens: Any) -> jax.Array:
-    """Of each byte of the answers, (rows, LENGTH), given those before it."""
+    """Returns the log-probability of each byte of the answers, (rows, LENGTH), given the bytes before it."""
     logits = model.logits(params, tokens[:, :-1])[:, -LENGTH:, DIGITS.start : DIGITS.stop]
     chosen = tokens[:, -LENGTH:, None] - DIGITS.start
     return jnp.take_along_axis(jax.nn.log_softmax(logits), chosen, axis=-1)[..., 0]
 
 
 def make_score(model: GPT) -> Callable[..., jax.Array]:
-    """A function that gives the log-probabilities of a batch's answers: what the reference says of them."""
+    """Returns a function for the log-probabilities of a batch's answers under the reference."""
 
     def score(params: Any, tokens: jax.Array) -> jax.Array:
         one = lambda rows: log_probabilities(model, params, rows)  # noqa: E731
@@ -98,7 +98,7 @@ def make_score(model: GPT) -> Callable[..., jax.Array]:
 
 
 def make_learn(model: GPT, optimizer: optax.GradientTransformation) -> Callable[..., tuple[TrainState, dict]]:
-    """The step of the trainer."""
+    """Returns the step of the trainer."""
 
     def objective(params: Any, batch: Batch, reference: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         now = log_probabilities(model, params, batch.tokens)
@@ -121,7 +121,7 @@ def make_learn(model: GPT, optimizer: optax.GradientTransformation) -> Callable[
 
 
 def requests_at(step: int) -> list[Request]:
-    """What is drawn for a step: each prompt ANSWERS times, each time with another key."""
+    """Returns the requests of a step: each prompt ANSWERS times, each time with another key."""
     prompts = [bytes(prompt.astype(np.uint8)) for prompt in prompts_at(step) for _ in range(ANSWERS)]
     return [Request(prompt, LENGTH, (step, i)) for i, prompt in enumerate(prompts)]
 
@@ -130,14 +130,14 @@ def requests_at(step: int) -> list[Request]:
 
 
 class Roles(NamedTuple):
-    """What the loop needs.
+    """The functions and values of the loop.
 
     Attributes:
       first: the state before the first step.
       reference: the parameters of the reference.
-      learn, score: as `make_learn` and `make_score` give them.
+      learn, score: the results of `make_learn` and `make_score`.
       draw: starts the texts of some requests with some parameters; returns at once.
-      deliver: the trainer's parameters for the sampler, with the number of their version.
+      deliver: brings the trainer's parameters to the sampler, with the number of their version.
     """
 
     first: TrainState
@@ -149,13 +149,13 @@ class Roles(NamedTuple):
 
 
 def make_sampler(model: GPT, jit: Callable[..., Any]) -> Sampler:
-    """A sampler that has all answers of a step in flight."""
+    """Returns a sampler that has all answers of a step in flight."""
     rows = PROMPTS * ANSWERS // SAMPLER_STAGES
     return Sampler(model, jit, lanes=SAMPLER_STAGES, rows=rows, window=8, page_size=4, choices=DIGITS)
 
 
 def roles_on_groups(optimizer: optax.GradientTransformation) -> Roles:
-    """The trainer on the first groups of a mesh, the sampler on the others."""
+    """Returns the roles with the trainer on the first groups of a mesh, the sampler on the others."""
     count, devices = STAGES + SAMPLER_STAGES, jax.devices()
     groups = [jax.sharding.Mesh(devices[i % len(devices) : i % len(devices) + 1], ("data",)) for i in range(count)]
     mesh = mpmd.MpmdMesh.from_groups(groups)
@@ -187,7 +187,7 @@ def roles_on_groups(optimizer: optax.GradientTransformation) -> Roles:
 
 
 def roles_on_one_device(optimizer: optax.GradientTransformation) -> Roles:
-    """The same functions under `jax.jit`."""
+    """Returns the same functions under `jax.jit`."""
     model = GPT(4, 64, num_stages=STAGES)
     first = jax.jit(make_init(model, optimizer))(jax.random.key(0))
     learn, score = jax.jit(make_learn(model, optimizer)), jax.jit(make_score(model))
@@ -198,7 +198,7 @@ def roles_on_one_device(optimizer: optax.GradientTransformation) -> Roles:
 
 
 def run(roles: Roles, num_steps: int, tell: Callable[[str], None] = say) -> list[tuple[float, float]]:
-    """Mean reward and loss of each step."""
+    """Runs the loop. Returns mean reward and loss of each step."""
     state, found = roles.first, []
     weights, version = roles.deliver(state.params, 0)
     drawn = roles.draw(weights, requests_at(0))
@@ -227,7 +227,7 @@ def run(roles: Roles, num_steps: int, tell: Callable[[str], None] = say) -> list
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains. Returns the exit status: 1 if the numbers are not those of `jax.jit`, where that is asked."""
+    """Trains. Returns the exit status: 1 if the numbers differ from those of `jax.jit`, if that is checked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200, help="steps (default: %(default)s)")
     parser.add_argument("--check-against-jit", action="store_true", help="compare with the same on one device")

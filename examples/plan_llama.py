@@ -27,7 +27,7 @@ CHUNK = 512  # positions for which logits exist at a time
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model's sizes, and what a step takes."""
+    """A model's sizes, and the choices for a step."""
 
     layers: int
     width: int
@@ -47,7 +47,7 @@ def norm(scale, x):
 
 
 def rotated(x):
-    """Rotary positions, for [rows, length, heads, size]."""
+    """Applies rotary positions to [rows, length, heads, size]."""
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] * 500000.0 ** (-jnp.arange(half) / half)
     sin, cos = (f(angles)[None, :, None, :].astype(x.dtype) for f in (jnp.sin, jnp.cos))
@@ -66,12 +66,12 @@ def layer(shape, kernel, p, x):
 
 
 def in_chunks(x):
-    """[rows, length, ...] as chunks of CHUNK positions along a new first axis."""
+    """Splits [rows, length, ...] into chunks of CHUNK positions along a new first axis."""
     return jnp.moveaxis(x.reshape(x.shape[0], -1, min(CHUNK, x.shape[1]), *x.shape[2:]), 1, 0)
 
 
 def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: int):
-    """The step and its abstract arguments, for `python -m mpmd plan`."""
+    """Builds the step and its abstract arguments, for `python -m mpmd plan`."""
     width = shape.width
     axis = next(name for name in mesh.lowering_mesh().axis_names if name != mesh.mpmd_axis_name)
     fault = "as asked"
@@ -82,7 +82,7 @@ def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: in
     apply = jax.checkpoint(functools.partial(layer, shape, fault is None))
 
     def lie(tree, spec):
-        """Each array in this layout. Gradients in that of their parameters: each device adds up its own part."""
+        """Puts each array in this layout. Gradients get their parameters' layout: a device adds up its own part."""
         return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh.tracing_mesh(), spec))
 
     def loss(params, tokens):
@@ -146,7 +146,7 @@ def llama3_8b(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int
 
 
 def llama3_8b_gathered_once(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):
-    """The same with parameters that are gathered once a step: a device holds those of its stage, and its gradients."""
+    """The same, with parameters gathered once a step: a device holds those of its stage, and their gradients."""
     return build(dataclasses.replace(LLAMA3_8B, gathered_once=True), mesh, schedule, num_microbatches)
 
 

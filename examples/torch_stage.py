@@ -38,7 +38,7 @@ class Block(torch.nn.Module):
 
 
 def make_model(key):
-    """Parameters of the three stages, and the middle one as a JAX function `block(params, (x,))`."""
+    """Returns parameters of the three stages, and the middle one as a JAX function `block(params, (x,))`."""
     torch.manual_seed(0)
     block_params, block = torchax.extract_jax(Block(WIDTH))
     first, last = jax.random.split(key)
@@ -51,7 +51,7 @@ def make_model(key):
 
 
 def make_step(block, optimizer, schedule):
-    """`step(params, state, batch) -> (params, state, loss)`; the batch has microbatches on axis 0."""
+    """Returns `step(params, state, batch) -> (params, state, loss)`; the batch has microbatches on axis 0."""
 
     def loss(params, microbatch):
         x = mpmd.mark_stage_end(jnp.sin(microbatch["x"] @ params["embed"]))
@@ -72,7 +72,7 @@ def make_step(block, optimizer, schedule):
 
 
 def batch_at(step: int, microbatches: int = 4, rows: int = 32):
-    """Points of the plane, and the value of a function at each point, which the model learns."""
+    """Returns points of the plane, and a function's value at each point, which the model learns."""
     x = jax.random.uniform(jax.random.key(step), (microbatches, rows, 2), minval=-1.0, maxval=1.0)
     return {"x": x, "y": jnp.sin(3 * x[..., :1]) * x[..., 1:]}
 

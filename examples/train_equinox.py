@@ -50,7 +50,7 @@ class Transformer(eqx.Module):
         self.head = eqx.nn.Linear(WIDTH, VOCABULARY, use_bias=False, key=h)
 
     def __call__(self, tokens):
-        """Logits of a batch of sequences."""
+        """Returns logits of a batch of sequences."""
         x = jax.vmap(jax.vmap(self.embed))(tokens)
         for stage, block in enumerate(self.blocks):
             x = jax.vmap(block)(x if stage == 0 else mpmd.mark_stage_end(x))
@@ -64,7 +64,7 @@ def loss(model, tokens):
 
 
 def make_step(static, optimizer, schedule):
-    """`step(params, state, batch) -> (params, state, loss)`; the batch has microbatches on axis 0."""
+    """Returns `step(params, state, batch) -> (params, state, loss)`; the batch has microbatches on axis 0."""
 
     def step(params, state, batch):
         model = eqx.combine(params, static)
@@ -76,7 +76,7 @@ def make_step(static, optimizer, schedule):
 
 
 def batch_at(step: int, microbatches: int = 4, rows: int = 8):
-    """Sequences that count up from a random start: easy to learn."""
+    """Returns sequences that count up from a random start: easy to learn."""
     start = jax.random.randint(jax.random.key(step), (microbatches, rows, 1), 0, VOCABULARY)
     return (start + jnp.arange(LENGTH + 1)) % VOCABULARY
 

@@ -57,7 +57,7 @@ class GPT:
     dropout: float = 0.0
 
     def init(self, key: jax.Array) -> dict[str, Any]:
-        """Parameters: one dict per layer, so that each stage owns only its layers."""
+        """Makes parameters: one dict per layer, so that each stage owns only its layers."""
         d = self.d_model
         embed_key, *layer_keys = jax.random.split(key, 1 + self.num_layers)
 
@@ -84,7 +84,7 @@ class GPT:
         }
 
     def logits(self, params: dict[str, Any], tokens: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
-        """Logits of the next byte, (rows, length, 256), for tokens (rows, length)."""
+        """Returns logits of the next byte, (rows, length, 256), for tokens (rows, length)."""
         x = params["embed"][tokens] / EMBED_SCALE
         for index, layer in enumerate(params["layers"]):
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
@@ -94,11 +94,11 @@ class GPT:
         return rms_norm(x, params["norm"]) @ params["embed"].T
 
     def ends_stage(self, index: int) -> bool:
-        """Whether a pipeline stage ends after this layer. The last stage ends with the loss."""
+        """Returns whether a pipeline stage ends after this layer. The last stage ends with the loss."""
         return index + 1 in [self.num_layers * stage // self.num_stages for stage in range(1, self.num_stages)]
 
     def loss(self, params: dict[str, Any], tokens: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
-        """Mean cross-entropy, in nats per byte, of each byte given the previous ones."""
+        """Returns the mean cross-entropy, in nats per byte, of each byte given the previous ones."""
         logits = self.logits(params, tokens[:, :-1], dropout_key)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
@@ -109,7 +109,7 @@ class GPT:
         return x + dropout(self.mlp(layer, x), self.dropout, keys[1])
 
     def heads(self, layer: dict[str, Any], x: jax.Array, start: Any = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, (rows, length, heads, features), for bytes at the positions from `start` on.
+        """Computes queries, keys and values, (rows, length, heads, features), for positions from `start` on.
 
         `start` is a number for all rows, or (rows, 1).
         """
@@ -117,12 +117,12 @@ class GPT:
         return rotary(qkv[..., 0, :, :], start), rotary(qkv[..., 1, :, :], start), qkv[..., 2, :, :]
 
     def mlp(self, layer: dict[str, Any], x: jax.Array) -> jax.Array:
-        """The MLP branch of a layer, which is added to x."""
+        """Computes the MLP branch of a layer, to be added to x."""
         return jax.nn.gelu(rms_norm(x, layer["mlp_norm"]) @ layer["up"]) @ layer["down"]
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x divided by its root mean square over the last axis, times a learned scale."""
+    """Divides x by its root mean square over the last axis, and multiplies by a learned scale."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
 
 
@@ -139,7 +139,7 @@ def rotary(x: jax.Array, start: Any = 0) -> jax.Array:
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """x with a share `rate` of its entries set to zero and the rest scaled up; without a key, x itself."""
+    """Sets a share `rate` of x's entries to zero and scales up the rest; without a key, returns x itself."""
     if key is None or rate == 0:
         return x
     return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
@@ -157,7 +157,7 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
-    """AdamW on gradients clipped by their global norm; warmup over the first tenth of the steps, then cosine decay."""
+    """Makes AdamW with clipping by the global norm; warmup over the first tenth of the steps, then cosine decay."""
     rate = optax.warmup_cosine_decay_schedule(
         0.0,
         learning_rate,
@@ -169,7 +169,7 @@ def make_optimizer(learning_rate: float, num_steps: int) -> optax.GradientTransf
 
 
 def make_init(model: GPT, optimizer: optax.GradientTransformation) -> Callable[[jax.Array], TrainState]:
-    """A function from a PRNG key to the state before the first step."""
+    """Returns a function from a PRNG key to the state before the first step."""
 
     def init(key: jax.Array) -> TrainState:
         params = model.init(key)
@@ -186,7 +186,7 @@ def make_step(
     data_axis: str | None = None,
     seed: int = 0,
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
-    """The training step. It runs as a pipeline under `mpmd.jit`, and unchanged under `jax.jit`.
+    """Returns the training step. It runs as a pipeline under `mpmd.jit`, and unchanged under `jax.jit`.
 
     Args:
       model: the model to train.
@@ -222,13 +222,13 @@ def make_step(
 
 
 def read_text(files: Sequence[str]) -> np.ndarray:
-    """The bytes of the given files or, without any, of the modules of Python's standard library."""
+    """Reads the given files or, without any, the modules of Python's standard library."""
     paths = [Path(file) for file in files] or sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return np.frombuffer(b"\n".join(path.read_bytes() for path in paths), np.uint8)
 
 
 def batch_at(text: np.ndarray, seed: int, step: int, rows: int, length: int) -> np.ndarray:
-    """The batch of one step, (rows, length). It depends only on seed and step, so a run can resume at any step."""
+    """Returns a step's batch, (rows, length). It depends only on seed and step, so a run can resume at any step."""
     starts = np.random.default_rng((seed, step)).integers(0, len(text) - length + 1, size=rows)
     return text[starts[:, None] + np.arange(length)]
 
@@ -236,7 +236,7 @@ def batch_at(text: np.ndarray, seed: int, step: int, rows: int, length: int) -> 
 def sample(
     model: GPT, params: Any, prompt: bytes, length: int, window: int, seed: int, temperature: float = 0.7
 ) -> str:
-    """Text that continues the prompt. One device makes it byte by byte, each from at most `window` previous bytes."""
+    """Continues the prompt. One device makes the text byte by byte, each from at most `window` previous bytes."""
 
     @jax.jit
     def continue_prompt(params, buffer, filled, keys):
@@ -260,7 +260,7 @@ def sample(
 
 
 def write_plot(path: str, losses: Mapping[int, float]) -> None:
-    """The loss after each number of steps as a picture, in the format that the file's name asks for (.svg, .png)."""
+    """Draws the loss after each number of steps, in the format that the file's name asks for (.svg, .png)."""
     from matplotlib.figure import Figure  # needed only for a picture
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -319,7 +319,7 @@ class Checkpoints:
             self.manager.save(step, args=ocp.args.StandardSave(state), force=last)
 
     def restore(self, abstract_state: TrainState, shardings: Any) -> Any:
-        """The last state that was saved. It may have been saved in any layout, and is returned in `shardings`."""
+        """Restores the last saved state into `shardings`. It may have been saved in any layout."""
         target, step = reshard.checkpoint.abstract(abstract_state, shardings), self.manager.latest_step()
         try:
             return self.manager.restore(step, args=ocp.args.StandardRestore(target))
@@ -340,7 +340,7 @@ def say(text: str) -> None:
 
 
 def make_mesh(num_groups: int, data_parallel: int) -> mpmd.MpmdMesh:
-    """One group of `data_parallel` devices for each group of the schedule. With too few devices, groups share them."""
+    """Makes one group of `data_parallel` devices for each group of the schedule. If devices are few, groups share."""
     wanted = num_groups * data_parallel
     per_process = max(1, wanted // jax.process_count())
     chosen = [jax.devices()[:wanted]] if jax.process_count() == 1 else [
@@ -389,12 +389,12 @@ class Reference:
 
 
 def host_copy(tree: Any) -> Any:
-    """The values of a tree of arrays, as numpy arrays."""
+    """Copies a tree of arrays to numpy arrays."""
     return mpmd.device_get(tree)
 
 
 def relative_differences(tree: Any, reference: Any) -> dict[str, float]:
-    """For each leaf, the largest difference divided by the largest entry of the reference."""
+    """Returns, for each leaf, the largest difference divided by the largest entry of the reference."""
 
     def difference(leaf, reference):
         leaf, reference = np.asarray(leaf, np.float64), np.asarray(reference, np.float64)
@@ -565,13 +565,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         before, unread = unread, {index: metrics["loss"]}
         if checkpoints is not None:
             checkpoints.save(index + 1, state, last=index + 1 == args.steps)
-        # A loss is read while the next step runs, so that the devices never wait for this loop. When a spare has taken
-        # the place of a process, and a step comes again, what was not read yet is lost.
+        # A loss is read while the next step runs, so that the devices never wait for this loop. When a spare replaces a
+        # process and a step is repeated, losses that were not read yet are lost.
         if index - 1 in before:
             report(index - 1, before[index - 1])
         return state
 
-    # If the launcher starts the job over, this goes on after the last step whose state lies in memory.
+    # If the launcher starts the job over, this continues after the last step whose state is in memory.
     state = mpmd.resilient(take_step, state, args.steps, start=first_step)
     for index, loss in unread.items():
         report(index, loss)
@@ -589,5 +589,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (OSError, mpmd.ReshardError) as error:  # what a user can mend
+    except (OSError, mpmd.ReshardError) as error:  # errors that a user can repair
         sys.exit(f"train_gpt.py: {error}")

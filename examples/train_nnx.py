@@ -46,7 +46,7 @@ class Transformer(nnx.Module):
 
 
 def make_step(graph, optimizer, schedule):
-    """`step(params, state, batch) -> (params, state, loss)`; the batch has microbatches on axis 0."""
+    """Returns `step(params, state, batch) -> (params, state, loss)`; the batch has microbatches on axis 0."""
 
     def loss(params, tokens):
         logits = nnx.merge(graph, params)(tokens[:, :-1])
@@ -63,7 +63,7 @@ def make_step(graph, optimizer, schedule):
 
 
 def batch_at(step: int, microbatches: int = 4, rows: int = 8):
-    """Sequences that count up from a random start: easy to learn."""
+    """Returns sequences that count up from a random start: easy to learn."""
     start = jax.random.randint(jax.random.key(step), (microbatches, rows, 1), 0, VOCABULARY)
     return (start + jnp.arange(LENGTH + 1)) % VOCABULARY
 

@@ -56,45 +56,45 @@ microbatches ("any m": the schedule takes every number).
 - **A split backward has a cost**: values that both I and W need stay in memory between the two, and a kernel that makes
   both gradients at once is cheaper than two kernels. Measure B against I + W before you choose a schedule with W.
 - **Uneven stages, costly transfers, or a memory limit between these**: `search` starts from all these schedules and
-  gives an order that is never longer, with its distance from the lower bound. For a V it also tries the building blocks
+  finds an order that is never longer, with its distance from the lower bound. For a V it also tries the building blocks
   between these schedules: with 8 groups and 16 microbatches, `VMin` takes 61.5, and `search` finds 59.5 in the same
   memory (`python -m scheduler search --stages 16 --groups 8 --microbatches 16 --placement v --memory 8`, which counts
   119 halves).
-- **Stages that are no chain**, two towers that are joined or a policy beside its reference and its critic:
+- **Stages that are no chain**, such as two joined towers or a policy with its reference and its critic:
   `GraphSchedule` is 1F1B or GPipe over any graph of stages. [Roles](stages.md#roles-stages-that-are-no-chain) make one.
 
 ## Orders that adapt
 
 Tasks do not take equal times: experts get uneven loads, devices throttle, links are slow. With
 `schedule=mpmd.Adaptive(OneFOneB(4))` (or `mpmd.Adaptive("1f1b")` in `treduce`, where the marks say how many stages
-there are) the schedule is a plan. While a group waits for what its next task reads, it may run a later task of its
-list. It does so only within these bounds:
+there are) the schedule is a plan. While a group waits for the inputs of its next task, it may run a later task of its
+list, within these bounds:
 
-- Each task reads what it reads in the plan, tasks of one stage and kind keep their order, and every sum is added up
+- Each task has the same inputs as in the plan, tasks of one stage and kind keep their order, and every sum is added up
   in the plan's order. So the results are the same to the bit.
-- A task runs ahead only if the group never holds more than at the plan's peak, now and when it then does the rest of
-  its list in order.
-- *No deadlock, whatever groups choose.* Write the whole plan as one list in an order in which it can run, and strike
-  out what is done. All that the first entry needs came before it, and is done; it is the first entry of its group (a
-  transfer: of both its groups), so it fits into the memory. Hence some group can always go on. The tests go through
-  all states that can be reached with 2 to 4 groups and up to 5 microbatches, and through random choices.
+- A task runs ahead only if the group stays within the plan's peak memory, now and when it then does the rest of its
+  list in order.
+- *No deadlock, whatever groups choose.* Write the whole plan as one list in topological order, and strike out
+  finished entries. All inputs of the first remaining entry came before it, so they are done. It is the first entry of
+  its group (a transfer: of both its groups), so it fits into the memory. Hence some group can always continue. The
+  tests cover all states that can be reached with 2 to 4 groups and up to 5 microbatches, and random choices.
 
-Simulations, memory and `explain()` are those of the plan; `last_timeline()` and the flight recorder tell what ran.
+Simulations, memory and `explain()` follow the plan; `last_timeline()` and the flight recorder have the actual order.
 
-What it gains is little. A plan with little memory leaves little to choose: 1F1B holds just as many microbatches as a
-round trip takes, so a delay anywhere is a delay of all. And what can run early, a backward in place of a late
-forward, delays that forward, for which the next groups wait. So before a loop runs, its plan is put on a clock with
-random durations (30 %, log-normal). Kinds of tasks run ahead only if that makes the step at least 1 % shorter, and
-not longer where all tasks take as long as planned. Of the schedules on this page, with 4 groups and 16 microbatches,
-that is GPipe (about 4 %). `explain()` says what was decided, and why. For a cluster whose delays are of another kind,
-`Adaptive(schedule, ahead="W")` names the kinds yourself (`"FBIW"` for all). [The
-benchmarks](benchmarks.md#orders-that-adapt) have the numbers. Against jitter another plan does more: with jitter of
-30 % a fixed `EagerOneFOneB` is 1.13 times as fast as a fixed 1F1B, and `ZeroBubbleH1` 1.18 times.
+The gain is small. A plan with little memory leaves little choice: 1F1B holds only the microbatches of one round trip,
+so a delay anywhere delays all groups. And a backward that runs early, before a late forward, delays that forward, for
+which the next groups wait. So before a loop runs, its plan is simulated with random durations (30 %, log-normal). Kinds
+of tasks run ahead only if that makes the step at least 1 % shorter, and not longer where all tasks take as long as
+planned. Among the schedules on this page, with 4 groups and 16 microbatches, that is GPipe (about 4 %). `explain()`
+prints the decision and its reason. If your cluster has other delays, name the kinds yourself: `Adaptive(schedule,
+ahead="W")` (`"FBIW"` for all). [The benchmarks](benchmarks.md#orders-that-adapt) have the numbers. A different plan
+helps more against jitter: with jitter of 30 % a fixed `EagerOneFOneB` is 1.13 times as fast as a fixed 1F1B, and
+`ZeroBubbleH1` 1.18 times.
 
 A group keeps its planned order where the runtime needs it: where groups share devices; in a job whose processes
-exchange values by cross-host `device_put` (GPUs), or whose groups have several devices; in loops that go only
-forward; for lists of microbatches; in calls that are audited; and where tasks take less than 1 ms. The host goes along
-with the step, so a call returns near its end.
+exchange values by cross-host `device_put` (GPUs), or whose groups have several devices; in loops without gradients;
+for lists of microbatches; in audited calls; and where tasks take less than 1 ms. The host follows the step, so a call
+returns near its end.
 
 ## Other packages
 
@@ -102,9 +102,9 @@ with the step, so a call returns near its end.
 with the same costs. The packages are torch.distributed.pipelining, the ZB-H1 of sail-sg (`zbpp_light`), and
 DeepSeek's DualPipe (`dualpipe`, cut in half, which makes it a V). The cases are 4, 8 and 16 groups, 1, 2 and 4
 microbatches per group, and four sets of costs (all 1; transfers of 0.2; a last stage twice as slow; all stages off by
-up to a fifth). In no case is their order shorter at peaks that are no higher. No package index has JaxPP, or
-sail-sg's V-half and V-min, so this benchmark leaves them out. You can show and check the orders that any other
-program writes as CSV:
+up to a fifth). In no case is their order shorter without a higher peak. No package index has JaxPP, or sail-sg's
+V-half and V-min, so this benchmark leaves them out. You can show and check orders that any other program writes as
+CSV:
 
     python -m scheduler show orders.csv --costs costs.json
     python -m scheduler check orders.csv --stages 4 --microbatches 8

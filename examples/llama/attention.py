@@ -1,7 +1,7 @@
 """Causal attention that never holds a square of the length: by a kernel, or a chunk of queries at a time.
 
-cuDNN's kernel needs NVIDIA GPUs, bfloat16 or float16, and rows that are one document each. `kernel_fault` says whether
-it can be had. Documents packed in a row can have JAX's kernel in Triton, if they are asked to (`packed_fault`).
+cuDNN's kernel needs NVIDIA GPUs, bfloat16 or float16, and rows of one document each. `kernel_fault` says whether it is
+available. Documents packed in a row can use JAX's kernel in Triton on request (`packed_fault`).
 Everything else (capped scores, windows over packed documents, other devices) is done in chunks, whose scores are
 (rows, heads, CHUNK, length) in float32.
 """
@@ -17,12 +17,12 @@ from jax.typing import DTypeLike
 import mpmd
 
 CHUNK = 512  # queries for which scores exist at a time
-BLOCK = 128  # of whose multiples Triton's kernel takes rows, if they are longer
-TENSOR_AXES = ("tensor", "model")  # what meshes call the axis that divides heads
+BLOCK = 128  # Triton's kernel takes rows of at most this length, or of a multiple of it
+TENSOR_AXES = ("tensor", "model")  # the names of the mesh axis that divides heads
 
 
 def kernel_fault(mesh: mpmd.MpmdMesh, kv_heads: int, head_dim: int, dtype: DTypeLike) -> str | None:
-    """Why cuDNN's kernel cannot do attention on the devices of a mesh; None where it can.
+    """Returns why cuDNN's kernel cannot do attention on the devices of a mesh; None where it can.
 
     Asks JAX, which looks for cuDNN's library on this machine, whether or not the devices are here.
     """
@@ -53,7 +53,7 @@ def _undivided(mesh: mpmd.MpmdMesh, kv_heads: int) -> str | None:
 def packed_fault(
     mesh: mpmd.MpmdMesh, kv_heads: int, head_dim: int, windows: tuple[int, ...], length: int
 ) -> str | None:
-    """Why JAX's kernel in Triton cannot do attention over documents that are packed in rows; None where it can."""
+    """Returns why JAX's kernel in Triton cannot do attention over packed documents; None where it can."""
     if fault := _undivided(mesh, kv_heads):
         return fault
     if any(windows):
@@ -78,18 +78,18 @@ def attend(
     kernel: bool = False,
     packed: str = "",
 ) -> jax.Array:
-    """What each query sees of the values before it, as q.
+    """Computes causal attention. The result has the shape and dtype of q.
 
     Args:
       q: (rows, length, heads, size).
       k, v: (rows, length, kv_heads, size); several heads of queries share one of these.
-      scale: of the scores.
+      scale: the factor of the scores.
       window: how many positions a query sees, with its own; 0 for all. One of `windows`.
-      windows: those that occur, ascending. A kernel is compiled for each.
-      segments: which document each position is of, (rows, length); documents do not see each other.
+      windows: all windows of the model, ascending. A kernel is compiled for each.
+      segments: the document of each position, (rows, length); documents do not see each other.
       cap: scores s become cap · tanh(s / cap).
-      kernel: whether cuDNN's may be used (`kernel_fault`). Segments and capped scores are done in chunks all the same.
-      packed: whether segments are left to JAX's kernel in Triton (`packed_fault`): "compiled" on NVIDIA GPUs,
+      kernel: whether cuDNN's kernel may be used (`kernel_fault`). It does neither segments nor capped scores.
+      packed: whether JAX's kernel in Triton does segments (`packed_fault`): "compiled" on NVIDIA GPUs,
         "interpreted" anywhere and slowly, "" for chunks.
     """
     if packed and segments is not None:
@@ -112,7 +112,7 @@ def _by_kernel(q: jax.Array, k: jax.Array, v: jax.Array, window: int, scale: flo
 def _by_packed_kernel(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, scale: float, interpret: bool
 ) -> jax.Array:
-    """Each device has its rows and its heads. The kernel knows no shared heads of keys: each query gets its own."""
+    """Runs the kernel on each device's rows and heads. It has no shared key heads: each query head gets its own."""
     from jax.experimental.pallas.ops.gpu import attention as triton  # experimental, and only this needs it
 
     def of_device(q, k, v, segments):
@@ -137,7 +137,7 @@ def _in_chunks(
     segments: jax.Array | None,
     cap: float | None,
 ) -> jax.Array:
-    """As `attend`. The backward pass computes the scores of each chunk again."""
+    """Computes `attend` chunk by chunk. The backward pass computes the scores of each chunk again."""
     rows, length, heads, size = q.shape
     keys = jnp.arange(length)
 
@@ -159,7 +159,7 @@ def _in_chunks(
     count = -(-length // CHUNK)
 
     def chunks(x, axis=1):
-        """The chunks of an array along a new axis 0; the last one is filled up."""
+        """Splits an array into chunks along a new axis 0; the last one is padded."""
         filled = jnp.pad(x, [(0, (count * CHUNK - length) * (a == axis)) for a in range(x.ndim)])
         parts = filled.reshape(*x.shape[:axis], count, CHUNK, *x.shape[axis + 1 :])
         return jnp.moveaxis(parts, axis, 0)

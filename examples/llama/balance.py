@@ -5,18 +5,18 @@ Pure functions of numbers: every process that calls them gets the same.
 
 from collections.abc import Callable, Iterable, Sequence
 
-# What a row of so many tokens costs, for instance tokens · linear + tokens² · attention.
+# The cost of a row by its number of tokens, for instance tokens · linear + tokens² · attention.
 Cost = Callable[[int], float]
 
 
 def rows_of(lengths: Iterable[int], cost: Cost, rows: int, data: int = 1) -> dict[int, int]:
-    """Per length, the rows of a microbatch, so that microbatches of all lengths cost about as much.
+    """Returns the rows of a microbatch for each length, so that microbatches of all lengths cost about the same.
 
     Args:
-      lengths: of rows, ascending.
-      cost: of a row.
-      rows: of a microbatch of the greatest length.
-      data: devices that share the rows; each gets as many.
+      lengths: the lengths of rows, ascending.
+      cost: the cost of a row.
+      rows: the rows of a microbatch of the greatest length.
+      data: devices that share the rows; all get equally many.
     """
     *_, longest = lengths = tuple(lengths)
     wanted = rows * cost(longest)
@@ -27,18 +27,18 @@ def deal_documents(lengths: Sequence[int], cost: Cost, microbatches: int, data: 
     """Deals documents to microbatches, and within each to the devices that share its rows, so that the work is even.
 
     Returns:
-      Per microbatch, per device, the positions of its documents in `lengths`.
+      For each microbatch and device, the positions of its documents in `lengths`.
     """
     parts = deal([cost(length) for length in lengths], microbatches * data)
     return [parts[m * data : (m + 1) * data] for m in range(microbatches)]
 
 
 def deal(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Deals things to parts, equally many to each as far as that goes, so that the greatest load is close to the mean.
+    """Deals things to parts, about equally many to each, so that the greatest load is close to the mean.
 
-    The most expensive thing comes first, and goes where the load is least. Then things of the most and of the least
-    loaded part change places while that helps: in the end these loads differ by no more than the cost of one thing.
-    Each exchange lowers the sum of the squares of all loads, so there is an end.
+    The most expensive thing comes first, and goes where the load is least. Then the most and the least loaded part
+    exchange things while that helps: in the end their loads differ by at most the cost of one thing. Each exchange
+    lowers the sum of the squares of all loads, so the exchanges end.
     """
     room = -(-len(costs) // parts)
     padded = [*costs, *[0.0] * (room * parts - len(costs))]

@@ -1,6 +1,6 @@
-"""Batches of documents that are rows of their own, in buckets by length: lists of microbatches, each of one length.
+"""Batches with one document in each row, in buckets by length: lists of microbatches, each of one length.
 
-A pass over the text deals with every document once. The microbatches of a pass are interleaved, so that each step has
+A pass over the text contains every document once. The microbatches of a pass are interleaved, so that each step has
 short and long ones, and they cost about the same. As in `data.py`, the batch of a step depends on the step alone.
 """
 
@@ -21,22 +21,22 @@ Dealt = tuple[int, list[np.ndarray | None]]
 
 
 def num_tokens(document: np.ndarray) -> int:
-    """Of its row: the last token is only a target."""
+    """Returns the number of tokens of a document's row: the last token is only a target."""
     return len(document) - 1
 
 
 class Pass:
-    """What is done in each pass over some documents.
+    """The microbatches of each pass over some documents.
 
     Args:
       sources: the documents of each source, and its weight.
-      rows: per length, the rows of a microbatch; lengths ascend.
-      seed: of the shuffling; None: none.
+      rows: the rows of a microbatch for each length; lengths ascend.
+      seed: the seed of the shuffling; None for no shuffling.
 
     Attributes:
-      streams: per length, its documents in all passes.
-      counts: per length, the rows of a pass.
-      order: the microbatches of a pass: a length, and which of this length.
+      streams: for each length, its documents in all passes.
+      counts: for each length, the rows of a pass.
+      order: the microbatches of a pass: a length, and a number among the microbatches of this length.
     """
 
     def __init__(self, sources: Sequence[tuple[list[np.ndarray], float]], rows: Mapping[int, int], seed: int | None):
@@ -44,7 +44,7 @@ class Pass:
         sizes = [sum(map(num_tokens, documents)) for documents, _ in sources]
         if not all(sizes):
             raise ValueError("a source of the text has no tokens to train on, or none to hold out; give more text")
-        # Passes over each source in one over all of them, such that the weights are shares of tokens.
+        # How many passes over each source are in one over all of them: the weights are shares of tokens.
         scale = sum(sizes) / sum(weight for _, weight in sources)
         self.speeds = [scale * weight / size for size, (_, weight) in zip(sizes, sources, strict=True)]
         self.streams: dict[int, grain.MapDataset] = {}
@@ -64,7 +64,7 @@ class Pass:
         )
 
     def microbatch(self, number: int) -> tuple[int, list[np.ndarray]]:
-        """The length and the documents of a microbatch, counted from the first one of the first pass."""
+        """Returns the length and the documents of a microbatch, counted from the first one of the first pass."""
         passes, place = divmod(number, len(self.order))
         length, k = self.order[place]
         count, rows = self.counts[length], self.rows[length]
@@ -73,24 +73,24 @@ class Pass:
         return length, [x for x in documents if x is not None]  # Grain: for elements that were filtered out
 
     def total(self, amount: Callable[[int], float]) -> float:
-        """The sum of `amount`, a function of a document's tokens, over a pass."""
+        """Sums `amount`, a function of a document's tokens, over a pass."""
         sums = (sum(amount(num_tokens(x)) for x in documents) for documents, _ in self.sources)
         return sum(speed * x for speed, x in zip(self.speeds, sums, strict=True))
 
 
 class BatchesByLength:
-    """As `Batches`, but a batch is a list of microbatches, whose rows are padded documents of about the same length.
+    """Batches that are lists of microbatches, with rows that are padded documents of about the same length.
 
-    Documents that are longer than the greatest length are cut into pieces.
+    Documents longer than the greatest length are cut into pieces. Otherwise like `Batches`.
 
     Args:
-      sources, tokenizer, microbatches, seed: as of `Batches`.
-      rows: per length, the rows of a microbatch (`balance.rows_of`); lengths ascend.
-      cost: of a row of so many tokens.
+      sources, tokenizer, microbatches, seed: as in `Batches`.
+      rows: the rows of a microbatch for each length (`balance.rows_of`); lengths ascend.
+      cost: the cost of a row by its number of tokens.
       data: devices that share the rows of a microbatch.
 
     Attributes:
-      checksum: of all tokens, to compare processes by.
+      checksum: a checksum of all tokens, to compare processes.
 
     Raises:
       ValueError: there is no text.
@@ -113,7 +113,7 @@ class BatchesByLength:
         return [x[i : i + longest + 1] for x in documents for i in range(0, num_tokens(x), longest)]
 
     def per_step(self, amount: Callable[[int], float]) -> float:
-        """The sum of `amount`, a function of a document's tokens, over the documents of a step, on average."""
+        """Sums `amount`, a function of a document's tokens, over the documents of a step, on average."""
         return self.train.total(amount) * self.microbatches / len(self.train.order)
 
     def __str__(self):
@@ -128,7 +128,7 @@ class BatchesByLength:
         )
 
     def dealt(self, step: int, held_out: bool = False) -> list[Dealt]:
-        """The microbatches of a step. Documents of one length go where they make the work even."""
+        """Returns the microbatches of a step. Documents of one length go where they make the work even."""
         numbers = range(step * self.microbatches, (step + 1) * self.microbatches)
         found = [(self.held_out if held_out else self.train).microbatch(number) for number in numbers]
         documents = {length: [x for other, xs in found for x in xs if other == length] for length, _ in found}
@@ -138,7 +138,7 @@ class BatchesByLength:
     def _dealt(
         self, length: int, documents: list[np.ndarray], among: Sequence[tuple[int, Any]]
     ) -> list[list[np.ndarray | None]]:
-        """The rows of the microbatches of one length; those of each device stand together."""
+        """Returns the rows of the microbatches of one length; the rows of each device are adjacent."""
         number, room = sum(other == length for other, _ in among), self.rows[length] // self.data
         parts = deal_documents([num_tokens(x) for x in documents], self.cost, number, self.data)
         return [
@@ -147,7 +147,7 @@ class BatchesByLength:
         ]
 
     def at(self, step: int, held_out: bool = False) -> list[dict[str, np.ndarray]]:
-        """The whole batch of a step: per microbatch, leaves of (rows, length)."""
+        """Returns the whole batch of a step: leaves of (rows, length) for each microbatch."""
         return [
             {name: filled(name, rows, length) for name in ("tokens", "targets", "weights")}
             for length, rows in self.dealt(step, held_out)
@@ -156,10 +156,10 @@ class BatchesByLength:
     def placed(
         self, step: int, shardings: Mapping[str, mpmd.MpmdSharding], held_out: bool = False
     ) -> list[dict[str, mpmd.MpmdArray]]:
-        """The batch of a step where the groups want it. A process makes the rows that its own devices read.
+        """Places the batch of a step where the groups want it. A process makes the rows that its own devices read.
 
         Args:
-          step: from 0.
+          step: the number of the step, from 0.
           shardings: where each leaf of a microbatch is wanted.
           held_out: whether the batch is for evaluation.
         """
@@ -174,8 +174,9 @@ class BatchesByLength:
 
 
 def filled(name: str, rows: Sequence[np.ndarray | None], length: int) -> np.ndarray:
-    """A leaf of a microbatch, (rows, length): `tokens`, the `targets` behind them, or `weights`, which are 0 on
-    padding.
+    """Makes a leaf of a microbatch, (rows, length): `tokens`, the `targets` after them, or `weights`.
+
+    Weights are 0 on padding.
     """
     found = np.zeros((len(rows), length), np.float32 if name == "weights" else np.int32)
     for row, document in zip(found, rows, strict=True):

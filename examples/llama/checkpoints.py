@@ -1,7 +1,7 @@
 """The newest states of a run, in one folder: written while training goes on, restored into any layout.
 
-Orbax's own manager keeps them. What goes wrong with a checkpoint is an `OSError` or a `ReshardError` that says in one
-line what and where, and what to do.
+Orbax's own manager keeps them. Faults of a checkpoint raise an `OSError` or a `ReshardError` with one line: the fault,
+its place, and a remedy.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ class Checkpoints:
     """The newest checkpoints of a run.
 
     Args:
-      folder: where they are; made if it is not there.
-      keep: how many of them are kept.
+      folder: the folder of the checkpoints; made if it does not exist.
+      keep: how many checkpoints are kept.
 
     Raises:
       OSError: the folder cannot be made or read.
@@ -39,7 +39,7 @@ class Checkpoints:
         return self.manager.latest_step() or 0
 
     def save(self, step: int, state: Any) -> None:
-        """Begins to write a state, unless that step is there already. Training may go on, and donate the state."""
+        """Begins to write a state, unless that step is saved already. Training may continue, and donate the state."""
         if self.newest == step:
             return
         jax.block_until_ready(state)  # Orbax waits for the other processes; no step may be in flight
@@ -47,12 +47,12 @@ class Checkpoints:
             self.manager.save(step, args=ocp.args.StandardSave(state))
 
     def wait(self) -> None:
-        """Returns when all that was begun is written."""
+        """Waits until all begun checkpoints are written."""
         with self._explained():
             self.manager.wait_until_finished()
 
     def restore(self, like: Any, shardings: Any) -> Any:
-        """The newest state, where `shardings` wants it: also in other groups, stages and processes than it was in."""
+        """Restores the newest state into `shardings`, also with other groups, stages and processes than before."""
         path = self.folder / str(self.newest)
         try:
             return reshard.checkpoint.restore(path, like, shardings)
@@ -69,7 +69,7 @@ class Checkpoints:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # Orbax raises the error of whatever it writes with
+        except Exception as error:  # Orbax raises the errors of its storage libraries
             steps = [int(path.name) for path in self.folder.glob("[0-9]*") if path.name.isdigit()]
             then = f"goes on after step {max(steps)}" if steps else "starts from the beginning"
             raise OSError(

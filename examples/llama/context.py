@@ -1,14 +1,14 @@
 """Attention over rows that the devices of a group divide among them: keys and values go around in a ring.
 
 Each device of the axis "context" holds two chunks of a row, one of its beginning and one of its end (`zigzag`). So all
-have equal work, although attention is causal. Of scores between two chunks, a device makes three squares with its own
-keys, two of them half masked, and then two in each turn of the ring, with the keys of another device. Squares that are
-masked as a whole are not made, unless it is by a window or by documents.
+have equal work, although attention is causal. The scores between two chunks are a square. A device computes three
+squares with its own keys, two of them half masked, and then two in each turn of the ring, with the keys of another
+device. Squares that are masked as a whole are skipped, unless the mask is a window's or that of documents.
 
 No device holds the keys of a whole row: the backward pass sends them around again, together with their gradients.
 
-Arrays have an axis of devices behind that of rows, and only sending is a `shard_map`. JAX takes each constant out of a
-`shard_map`, indices and masks too, and hands it from the forward to the backward pass.
+Arrays have an axis of devices after the axis of rows, and only sending is a `shard_map`: JAX takes each constant out of
+a `shard_map`, indices and masks too, and keeps it from the forward to the backward pass.
 """
 
 import functools
@@ -25,12 +25,12 @@ CHUNK = 256  # queries of a device for which scores exist at a time
 
 
 def num_parts(mesh: Any = None) -> int:
-    """Into how many parts a mesh divides a row; by default the mesh of the code that is traced."""
+    """Returns into how many parts a mesh divides a row; by default the mesh of the traced code."""
     return (mesh or jax.sharding.get_abstract_mesh()).shape.get(AXIS, 1)
 
 
 def zigzag(length: int, parts: int) -> np.ndarray:
-    """The positions of a row in the order in which they are stored: device i has the chunks i and 2·parts - 1 - i."""
+    """Returns a row's positions in the order of storage: device i has the chunks i and 2·parts - 1 - i."""
     if parts == 1:
         return np.arange(length)
     chunks = np.arange(length).reshape(2 * parts, -1)
@@ -38,7 +38,7 @@ def zigzag(length: int, parts: int) -> np.ndarray:
 
 
 class Queries(NamedTuple):
-    """A chunk of each device: its early or its late one, of c positions, or some of these."""
+    """A chunk of queries on each device: the early or the late one, of c positions, or some of these positions."""
 
     q: jax.Array  # (rows, devices, c, kv_heads, heads that share these, size)
     places: jax.Array  # in the row, (1, devices, c)
@@ -47,7 +47,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """A chunk of each device, as of `Queries`."""
+    """A chunk of keys and values on each device, as in `Queries`."""
 
     k: jax.Array  # (rows, devices, c, kv_heads, size)
     v: jax.Array
@@ -65,17 +65,17 @@ def attend_in_ring(
     segments: jax.Array | None = None,
     cap: float | None = None,
 ) -> jax.Array:
-    """As `attention.attend`, on a mesh with the axis "context", of rows in the order of `zigzag`.
+    """Computes `attention.attend` on a mesh with the axis "context", for rows in the order of `zigzag`.
 
-    Sends the keys and values of a device to each other one: once in the forward pass, and once in the backward pass,
-    there with their gradients in float32.
+    Sends the keys and values of a device to each other device: once in the forward pass, and once in the backward
+    pass, there with their gradients in float32.
     """
     length = q.shape[1]
 
     def chunks(q, k, v, segments, window, *of_output):
-        """What `_forward` and `_backward` take."""
+        """Makes the arguments of `_forward` and `_backward`."""
         places = jnp.asarray(zigzag(length, num_parts()), jnp.int32)[None]
-        # Else JAX would make the masks, which no layer changes, before the scan over layers, and keep them all.
+        # Without it, JAX would make the masks, which no layer changes, before the scan over layers, and keep them all.
         q, k, v, segments, window, places = jax.lax.optimization_barrier((q, k, v, segments, window, places))
         queries = Queries(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]), places, segments, of_output)
         return _divided(queries), _divided(Keys(k, v, places, segments)), About(window, scale, cap)
@@ -99,7 +99,7 @@ def attend_in_ring(
 
 
 class About(NamedTuple):
-    """What scores are made with besides."""
+    """Further inputs of scores."""
 
     window: jax.Array
     scale: float
@@ -107,13 +107,13 @@ class About(NamedTuple):
 
 
 Seen = tuple[jax.Array, jax.Array]
-"""What queries see in float32, and the logarithm of the sum of the exponentials of their scores."""
+"""The output of attention for queries, in float32, and the logsumexp of their scores."""
 
 
 def _forward(queries: tuple[Queries, Queries], keys: tuple[Keys, Keys], about: About) -> tuple[Seen, Seen]:
-    """What the early queries of each device see, and the late ones."""
+    """Computes attention for the early and the late queries of each device."""
     (early, late), (early_keys, late_keys) = queries, keys
-    arriving = _sent(keys)  # while those that are here are seen
+    arriving = _sent(keys)  # while the keys of this device are used
     of_early = _seen(early, early_keys, about)
     of_late = _both(_seen(late, late_keys, about), _seen(late, early_keys, about))
 
@@ -130,7 +130,7 @@ def _forward(queries: tuple[Queries, Queries], keys: tuple[Keys, Keys], about: A
 
 
 def _backward(queries: tuple[Queries, Queries], keys: tuple[Keys, Keys], about: About) -> tuple[Any, Any]:
-    """The gradients of q, of the early and the late chunks, and the pairs of those of k and v."""
+    """Returns the gradients of q for the early and the late chunks, and the pairs of gradients of k and v."""
     (early, late), (early_keys, late_keys) = queries, keys
     arriving = _sent(keys)
     of_early, of_early_keys = _gradients(early, early_keys, about)
@@ -155,7 +155,7 @@ def _backward(queries: tuple[Queries, Queries], keys: tuple[Keys, Keys], about: 
 
 
 def _around(turn: Callable[[Any, Any], Any], arriving: Any, state: Any) -> Any:
-    """The state after all turns, with the keys of each other device."""
+    """Returns the state after all turns, with the keys of each other device."""
 
     def send_and_turn(_, keys_and_state):
         keys, state = keys_and_state
@@ -165,24 +165,24 @@ def _around(turn: Callable[[Any, Any], Any], arriving: Any, state: Any) -> Any:
 
 
 def _sent(x: Any) -> Any:
-    """What the device before has, on each device."""
+    """Sends x to the next device of the ring."""
     ring = [(i, (i + 1) % num_parts()) for i in range(num_parts())]
     send = functools.partial(jax.lax.ppermute, axis_name=AXIS, perm=ring)
     return jax.shard_map(send, in_specs=P(None, AXIS), out_specs=P(None, AXIS), axis_names={AXIS})(x)
 
 
 def _is_before(keys: tuple[Keys, Keys], queries: tuple[Queries, Queries]) -> jax.Array:
-    """On which devices the keys that have arrived are of a device before: (devices,).
+    """Returns on which devices the received keys come from an earlier device: (devices,).
 
-    Its early chunk is before the early one here, and its late chunk behind all of here. Else the keys are of a device
-    behind: its late chunk is before the late one here, and its early chunk behind the early one here. Each early chunk
-    is before each late one.
+    An earlier device's early chunk is before the early one here, and its late chunk after both chunks here. A later
+    device's late chunk is before the late one here, and its early chunk after the early one here. Each early chunk is
+    before each late one.
     """
     return keys[0].places[0, :, 0] < queries[0].places[0, :, 0]
 
 
 def _pick(chosen: jax.Array, x: Any, y: Any) -> Any:
-    """x on the chosen devices and y on the others."""
+    """Picks x on the chosen devices and y on the others."""
     return jax.tree.map(lambda a, b: jnp.where(chosen.reshape(-1, *[1] * (a.ndim - 2)), a, b), x, y)
 
 
@@ -191,7 +191,7 @@ def _plus(x: Any, y: Any) -> Any:
 
 
 def _divided(x: Any) -> tuple[Any, Any]:
-    """Arrays (rows, length, …) as (rows, devices, c, …): the early chunks, and the late ones."""
+    """Divides arrays (rows, length, …) into early and late chunks, each (rows, devices, c, …)."""
 
     def devices(leaf):
         leaf = leaf.reshape(len(leaf), num_parts(), 2, -1, *leaf.shape[2:])
@@ -203,12 +203,12 @@ def _divided(x: Any) -> tuple[Any, Any]:
 
 
 def _joined(early_and_late: tuple[Any, Any]) -> Any:
-    """Early and late chunks as arrays (rows, length, …)."""
+    """Joins early and late chunks to arrays (rows, length, …)."""
     return jax.tree.map(lambda *x: jnp.stack(x, axis=2).reshape(len(x[0]), -1, *x[0].shape[3:]), *early_and_late)
 
 
 def _scores(q: jax.Array, k: jax.Array, queries: Queries, keys: Keys, about: About) -> jax.Array:
-    """(rows, devices, kv_heads, heads, queries, keys) in float32; very small where a query does not see."""
+    """Returns (rows, devices, kv_heads, heads, queries, keys) in float32; very small where a key is masked."""
     window, scale, cap = about
     scores = jnp.einsum("bpqhgk,bpthk->bphgqt", q, k, preferred_element_type=jnp.float32) * scale
     if cap:
@@ -221,7 +221,7 @@ def _scores(q: jax.Array, k: jax.Array, queries: Queries, keys: Keys, about: Abo
 
 
 def _seen(queries: Queries, keys: Keys, about: About) -> Seen:
-    """What queries see of some keys."""
+    """Computes attention of queries to some keys."""
 
     def of_chunk(_, queries):
         scores = _scores(queries.q, keys.k, queries, keys, about)
@@ -234,14 +234,14 @@ def _seen(queries: Queries, keys: Keys, about: About) -> Seen:
 
 
 def _both(x: Seen, y: Seen) -> Seen:
-    """What queries see of two sets of keys, from what they see of each."""
+    """Combines the attention to two sets of keys."""
     sums = jnp.logaddexp(x[1], y[1])
     first, second = (out * jnp.exp(part - sums)[..., None] for out, part in (x, y))
     return first + second, sums
 
 
 def _gradients(queries: Queries, keys: Keys, about: About) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The gradients of q, and of k and v. The scores are made again. Source: arXiv:2307.08691, section 3.1."""
+    """Returns the gradients of q, and of k and v. Computes the scores again. Source: arXiv:2307.08691, section 3.1."""
 
     def of_chunk(of_keys, queries):
         grad, sums, delta = queries.of_output
@@ -259,12 +259,12 @@ def _gradients(queries: Queries, keys: Keys, about: About) -> tuple[jax.Array, t
 
 
 def _like_scores(sums: jax.Array) -> jax.Array:
-    """(rows, devices, queries, kv_heads, heads) as (rows, devices, kv_heads, heads, queries, 1)."""
+    """Moves axes: (rows, devices, queries, kv_heads, heads) to (rows, devices, kv_heads, heads, queries, 1)."""
     return jnp.moveaxis(sums, 2, -1)[..., None]
 
 
 def _by_chunks(function: Callable[[Any, Queries], Any], carry: Any, queries: Queries) -> Any:
-    """As `function(carry, queries)`, some queries at a time."""
+    """Calls `function(carry, queries)` for some queries at a time."""
     length = queries.q.shape[2]
     if length <= CHUNK:
         return function(carry, queries)

@@ -1,7 +1,7 @@
 """From text to batches, with Grain: documents are packed into rows, rows are shuffled, sources are mixed.
 
-Everything is random access: the batch of a step depends on the step alone, and not on how many processes read it. So
-the number of steps is all that a checkpoint needs to know of the data, and a run that goes on with other processes or
+Everything is random access: the batch of a step depends on the step alone, not on the number of processes that read
+it. So a checkpoint needs no state of the data but the number of steps, and a run that continues with other processes or
 groups sees exactly the examples that it would have seen.
 
 A process makes only the rows that its own devices read.
@@ -25,10 +25,10 @@ import mpmd
 
 
 class Tokenizer(Protocol):
-    """Text to numbers and back."""
+    """A conversion of text to numbers and back."""
 
     vocabulary: int
-    end: int  # stands behind each document
+    end: int  # comes after each document
 
     def encode(self, text: bytes) -> np.ndarray: ...
 
@@ -52,7 +52,7 @@ class OfFolder:
     """The tokenizer of a Hugging Face folder (tokenizer.json).
 
     Raises:
-      ValueError: it is damaged, or of another model: that is said here or when a token is met that the model has not.
+      ValueError: it is damaged, or of another model: raised here, or at a token that the model does not have.
     """
 
     def __init__(self, folder: Path):
@@ -88,7 +88,7 @@ class OfFolder:
 
 
 def tokenizer_of(folder: str | None) -> Tokenizer:
-    """That of a Hugging Face folder; without a folder, bytes.
+    """Returns the tokenizer of a Hugging Face folder; without a folder, bytes.
 
     Raises:
       FileNotFoundError: the folder has no config.json or no tokenizer.json.
@@ -105,15 +105,15 @@ def tokenizer_of(folder: str | None) -> Tokenizer:
 
 
 def documents_of(files: Sequence[Path], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """The tokens of each file, and the one that ends it."""
+    """Returns the tokens of each file, with the token that ends a document."""
     return [np.append(tokenizer.encode(file.read_bytes()), tokenizer.end).astype(np.int32) for file in files]
 
 
 class Packed(grain.sources.RandomAccessDataSource):
-    """Rows of `length` tokens, cut from documents that stand one behind the other.
+    """Rows of `length` tokens, cut from the concatenated documents.
 
-    A row has `tokens` and the `targets` behind them, `segments` (which document), `positions` (in the document), and
-    `weights`, which are 0 where the target is of another document.
+    A row has `tokens` and the `targets` after them, `segments` (which document), `positions` (in the document), and
+    `weights`, which are 0 where the target is in another document.
     """
 
     def __init__(self, files: Sequence[Path], tokenizer: Tokenizer, length: int):
@@ -143,7 +143,7 @@ class Packed(grain.sources.RandomAccessDataSource):
 
 
 def files_of(path: str) -> list[Path]:
-    """The file itself, or all text files below a folder, in the order of their names."""
+    """Returns the file itself, or all text files below a folder, in the order of their names."""
     root = Path(path)
     found = (
         [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in (".txt", ".py", ".md", ".rst"))
@@ -154,12 +154,12 @@ def files_of(path: str) -> list[Path]:
 
 
 def standard_library() -> str:
-    """A folder of text that every machine has: the sources of Python's standard library."""
+    """Returns a folder of text that every machine has: the sources of Python's standard library."""
     return sysconfig.get_paths()["stdlib"]
 
 
 def path_and_weight(source: str) -> tuple[str, float]:
-    """`path` or `path=weight`.
+    """Parses `path` or `path=weight`.
 
     Raises:
       ValueError: the weight is not positive.
@@ -167,7 +167,7 @@ def path_and_weight(source: str) -> tuple[str, float]:
     path, _, text = source.rpartition("=")
     try:
         path, weight = (path, float(text)) if path else (source, 1.0)
-    except ValueError:  # a path that has a = in it
+    except ValueError:  # a path that contains =
         return source, 1.0
     if not 0 < weight < math.inf:
         raise ValueError(f"--text {source}: the weight is {text}; give a positive number")
@@ -175,12 +175,13 @@ def path_and_weight(source: str) -> tuple[str, float]:
 
 
 def parted(sources: Sequence[str], rows_of: Callable[[Sequence[Path]], Any]) -> Iterator[tuple[Any, Any, float]]:
-    """Per source the rows to train on, those that are held out (one document of twenty, or the end of a single
-    document), and its weight.
+    """Yields, for each source, the rows to train on, the held-out rows, and its weight.
+
+    Held out are one document of twenty, or the end of a single document.
 
     Args:
-      sources: as of `Batches`.
-      rows_of: from files to a sequence of rows.
+      sources: as in `Batches`.
+      rows_of: maps files to a sequence of rows.
     """
     for source in sources or [standard_library()]:
         path, weight = path_and_weight(source)
@@ -194,7 +195,7 @@ def parted(sources: Sequence[str], rows_of: Callable[[Sequence[Path]], Any]) -> 
 
 
 def mixed(parts: Sequence[grain.MapDataset], weights: Sequence[float], seed: int | None) -> grain.MapDataset:
-    """The rows of several sources over and over, shuffled anew in each pass if there is a seed."""
+    """Mixes the rows of several sources, repeated endlessly, and shuffled anew in each pass if there is a seed."""
     rows = [(part if seed is None else part.shuffle(seed=seed)).repeat() for part in parts]
     return grain.MapDataset.mix(rows, weights) if len(rows) > 1 else rows[0]
 
@@ -202,12 +203,12 @@ def mixed(parts: Sequence[grain.MapDataset], weights: Sequence[float], seed: int
 def array_of(
     name: str, shape: tuple[int, ...], sharding: mpmd.MpmdSharding, part: Callable[[str, Any], np.ndarray]
 ) -> mpmd.MpmdArray:
-    """A leaf of a batch where the groups want it, of which each process makes the parts that its own devices read.
+    """Makes a leaf of a batch where the groups want it. Each process makes the parts that its own devices read.
 
-    Its rows are in the order in which the mesh divides them (`context.zigzag`).
+    The positions of a row are in the order in which the mesh divides them (`context.zigzag`).
 
     Args:
-      part: from the name and an index into the array to what stands there. The last index is an array of positions.
+      part: maps the name and an index into the array to the values there. The last index is an array of positions.
     """
     dtype = np.float32 if name == "weights" else np.int32
     order = zigzag(shape[-1], num_parts(sharding.mpmd_mesh.lowering_mesh()))
@@ -224,18 +225,18 @@ def array_of(
 
 
 class Batches:
-    """Training batches, and others that are held out: one document of twenty, or the end of a single document.
+    """Batches for training, and held-out ones: one document of twenty, or the end of a single document.
 
     Args:
       sources: `path` or `path=weight` each; a path is a file or a folder of text. By default Python's own library.
       tokenizer: text to tokens.
-      rows: of a batch.
-      length: tokens of a row.
-      microbatches: into how many parts a batch is cut.
-      seed: of the shuffling.
+      rows: the rows of a batch.
+      length: the tokens of a row.
+      microbatches: the number of parts of a batch.
+      seed: the seed of the shuffling.
 
     Attributes:
-      checksum: of all tokens, to compare processes by.
+      checksum: a checksum of all tokens, to compare processes.
     """
 
     def __init__(
@@ -252,27 +253,27 @@ class Batches:
         return grain.MapDataset.source(source)
 
     def per_step(self, amount: Callable[[int], float]) -> float:
-        """The sum of `amount`, a function of a row's tokens, over the rows of a step."""
+        """Sums `amount`, a function of a row's tokens, over the rows of a step."""
         return self.shape[0] * self.shape[1] * amount(self.shape[2])
 
     def row(self, number: int, held_out: bool = False) -> dict[str, np.ndarray]:
-        """A row, counted from the first one of the first batch."""
+        """Returns a row, counted from the first one of the first batch."""
         row = (self.held_out if held_out else self.train)[number]
         assert row is not None  # Grain: for elements that were filtered out
         return row
 
     def at(self, step: int, held_out: bool = False) -> dict[str, np.ndarray]:
-        """The whole batch of a step, leaves of (microbatches, rows / microbatches, length)."""
+        """Returns the whole batch of a step, leaves of (microbatches, rows / microbatches, length)."""
         count = self.shape[0] * self.shape[1]
         rows = [self.row(number, held_out) for number in range(step * count, (step + 1) * count)]
         return {name: np.stack([row[name] for row in rows]).reshape(self.shape) for name in rows[0]}
 
     def placed(self, step: int, shardings: Mapping[str, mpmd.MpmdSharding], held_out: bool = False) -> dict[str, Any]:
-        """The batch of a step where the groups want it. A process makes the rows that its own devices read.
+        """Places the batch of a step where the groups want it. A process makes the rows that its own devices read.
 
         Args:
-          step: from 0.
-          shardings: where each leaf is wanted, as `compiled.input_shardings` has it.
+          step: the number of the step, from 0.
+          shardings: the sharding of each leaf, as in `compiled.input_shardings`.
           held_out: whether the batch is for evaluation.
         """
         row = functools.lru_cache(self.shape[0] * self.shape[1])(lambda number: self.row(number, held_out))

@@ -17,7 +17,7 @@ Writer = Callable[[int, Mapping[str, float]], None]
 
 
 def to_terminal(num_steps: int) -> Writer:
-    """A line for each step that is reported."""
+    """Returns a writer of a line for each reported step."""
 
     def write(step: int, numbers: Mapping[str, float]) -> None:
         apart = {name: x for name, x in numbers.items() if name == "eta_s" or name.startswith("busy_s/")}
@@ -31,7 +31,7 @@ def to_terminal(num_steps: int) -> Writer:
 
 
 def to_csv(path: Path) -> Writer:
-    """A row for each step, a column for each number. A run that goes on replaces the steps that it does again."""
+    """Returns a writer of a row for each step. A run that continues replaces the rows of steps that it repeats."""
     rows: list[dict[str, Any]] = []
     if path.exists():
         with path.open(newline="") as file:
@@ -39,7 +39,7 @@ def to_csv(path: Path) -> Writer:
     names: list[str] = []
 
     def write(step: int, numbers: Mapping[str, float]) -> None:
-        is_again = not names or int(rows[-1]["step"]) >= step  # goes on after a restart, or a lost process
+        is_again = not names or int(rows[-1]["step"]) >= step  # continues after a restart, or a lost process
         if is_again:
             rows[:] = [row for row in rows if int(row["step"]) < step]
             names[:] = dict.fromkeys(["step", *(name for row in rows for name in row)])
@@ -48,7 +48,7 @@ def to_csv(path: Path) -> Writer:
         names.extend(new)
         with path.open("w" if new or is_again else "a", newline="") as file:
             table = csv.DictWriter(file, names)
-            if new or is_again:  # a number that earlier steps did not have
+            if new or is_again:  # new names: earlier steps lack these numbers
                 table.writeheader()
                 table.writerows(rows[:-1])
             table.writerow(rows[-1])
@@ -57,7 +57,7 @@ def to_csv(path: Path) -> Writer:
 
 
 def to_tensorboard(folder: Path) -> Writer:
-    """Events that TensorBoard shows. Needs tensorboardX."""
+    """Returns a writer of events for TensorBoard. Needs tensorboardX."""
     from tensorboardX import SummaryWriter
 
     events = SummaryWriter(str(folder))
@@ -71,7 +71,7 @@ def to_tensorboard(folder: Path) -> Writer:
 
 
 def writers(num_steps: int, folder: str | None) -> list[Writer]:
-    """The terminal, and with a folder also CSV and, where tensorboardX is installed, TensorBoard."""
+    """Returns the writers: terminal, with a folder also CSV and, where tensorboardX is installed, TensorBoard."""
     found = [to_terminal(num_steps)]
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -85,8 +85,8 @@ class Speed:
     """Tokens and seconds of the steps since `start`.
 
     Args:
-      num_steps: of the whole run.
-      tokens: of a step; with buckets, the mean over a pass.
+      num_steps: the steps of the whole run.
+      tokens: the tokens of a step; with buckets, the mean over a pass.
       ideal_s: seconds of a step at the devices' peak, where it is known.
     """
 
@@ -99,7 +99,7 @@ class Speed:
         self.began, self.step = time.perf_counter(), step
 
     def numbers(self, step: int, busy: Sequence[float]) -> dict[str, float]:
-        """What there is to report after a step that has ended; in it, each group computed for `busy` seconds."""
+        """Returns the numbers to report after a finished step, in which each group computed for `busy` seconds."""
         seconds = (time.perf_counter() - self.began) / (step - self.step)
         found = {"tokens_per_s": self.tokens / seconds, "step_s": seconds, "eta_s": (self.num_steps - step) * seconds}
         if self.ideal_s:
@@ -112,7 +112,7 @@ class Trace:
 
     Args:
       steps: the first and the last one, or None.
-      folder: where it is written.
+      folder: the folder that it is written to.
     """
 
     def __init__(self, steps: tuple[int, int] | None, folder: str):

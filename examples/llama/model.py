@@ -1,8 +1,8 @@
 """Decoders of the Llama family in Flax NNX: Llama 3, Qwen 2 and 3, Gemma 1 and 2, Mixtral, by configuration.
 
 The layers are stacked: each parameter of a layer is one array with an axis of layers, and one `scan` runs them all.
-`mpmd.mark_layer_end` in its body says that a pipeline stage may end after each layer. That is all that this file knows
-of the pipeline. Parameters are float32, and what they compute with is bfloat16.
+`mpmd.mark_layer_end` in its body says that a pipeline stage may end after each layer. Nothing else in this file is for
+the pipeline. Parameters are float32, and computation is in bfloat16.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ ROWS = "data"  # the axis of the mesh that divides rows, where it has one
 
 
 def config_json(folder: str | Path) -> dict[str, Any]:
-    """What config.json of a Hugging Face folder says.
+    """Reads config.json of a Hugging Face folder.
 
     Raises:
       FileNotFoundError: there is none.
@@ -61,8 +61,8 @@ class Config:
     tied: bool = False
     qkv_bias: bool = False  # Qwen 2
     qk_norm: bool = False  # Qwen 3
-    norm_plus_one: bool = False  # Gemma: norms multiply by one more than their weight
-    post_norms: bool = False  # Gemma 2: a norm behind each branch as well
+    norm_plus_one: bool = False  # Gemma: norms multiply by 1 + their weight
+    post_norms: bool = False  # Gemma 2: a norm after each branch as well
     scale_embedding: bool = False  # Gemma: by the root of the width
     activation: str = "silu"
     query_scale: float | None = None
@@ -75,19 +75,19 @@ class Config:
     dtype: Any = jnp.bfloat16
     lora_rank: int = 0
     kernel: bool = False  # attention by cuDNN, where it can
-    packed: str = ""  # as of `attend`: how attention over packed documents is done
+    packed: str = ""  # as in `attend`: how attention over packed documents is done
 
     @classmethod
     def of_folder(cls, folder: str | Path, **changes: Any) -> "Config":
-        """The configuration of a Hugging Face folder, from its config.json."""
+        """Returns the configuration of a Hugging Face folder, from its config.json."""
         return cls.of_json(config_json(folder), **changes)
 
     @classmethod
     def of_json(cls, c: dict[str, Any], **changes: Any) -> "Config":
-        """The configuration that Hugging Face writes as `c`.
+        """Returns the configuration that Hugging Face writes as `c`.
 
         Raises:
-          ValueError: it is of another family, lacks something, or asks for what this model has not.
+          ValueError: it is of another family, lacks an entry, or asks for a feature that this model lacks.
         """
         family = c.get("model_type")
         if family not in FAMILIES:
@@ -137,7 +137,7 @@ class Config:
 
     @staticmethod
     def _check(c: dict[str, Any], rope: str, gemma: bool) -> None:
-        """Refuses what would be computed in another way than the folder means it."""
+        """Refuses options that this model would compute differently from the folder's model."""
         activation = c.get("hidden_activation") or c.get("hidden_act") or "silu"
         faults = [
             f"rope_type {rope!r} (known: default, llama3)" * (rope not in ("default", "llama3")),
@@ -150,18 +150,18 @@ class Config:
 
     @property
     def all_windows(self) -> tuple[int, ...]:
-        """As `windows`, also where no layer has one."""
+        """The window of each layer, as in `windows`, also where no layer has one."""
         return self.windows or (0,) * self.layers
 
     def flops_per_token(self, length: int) -> float:
-        """Of a forward pass: two for each weight that a token is multiplied with, and attention to half of `length`."""
+        """Counts a forward pass: two for each weight that multiplies a token, and attention to half of `length`."""
         attention = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
         mlp = 3 * self.width * self.hidden * (self.experts_per_token if self.experts else 1) + self.width * self.experts
         scores = self.heads * self.head_dim * length
         return 2.0 * (self.layers * (attention + mlp + scores) + self.width * self.vocabulary)
 
     def flops_per_row(self, length: int) -> float:
-        """Of a forward pass over a row: tokens · linear + tokens² · attention."""
+        """Counts a forward pass over a row: tokens · linear + tokens² · attention."""
         return length * self.flops_per_token(length)
 
 
@@ -170,11 +170,11 @@ def normal(rngs: nnx.Rngs, *shape: int, fan_in: int) -> nnx.Param:
 
 
 class LoRA(nnx.Variable):
-    """What is trained when the rest is frozen: the factors of a small change of a matrix."""
+    """The trained parameters when the rest is frozen: the factors of a small change of a matrix."""
 
 
 def norm(config: Config, scale: nnx.Param, x: jax.Array) -> jax.Array:
-    """x over its root mean square along the last axis, in float32, times a learned scale."""
+    """Divides x by its root mean square along the last axis, in float32, and multiplies by a learned scale."""
     x32 = x.astype(jnp.float32)
     unit = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_epsilon)
     return (unit * (scale[...] + config.norm_plus_one)).astype(x.dtype)
@@ -185,7 +185,7 @@ def new_norm(config: Config, size: int) -> nnx.Param:
 
 
 def rotate(config: Config, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotary positions for (rows, length, heads, size), in float32. Source: arXiv:2104.09864."""
+    """Applies rotary positions to (rows, length, heads, size), in float32. Source: arXiv:2104.09864."""
     half = x.shape[-1] // 2
     frequencies = config.rope_theta ** (-jnp.arange(half) / half)
     if config.rope_scaling:
@@ -200,9 +200,9 @@ def rotate(config: Config, x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def laid_out(x: jax.Array, *spec: Any) -> jax.Array:
-    """x in a layout, on a mesh that divides rows, where the mesh divides x evenly.
+    """Constrains the layout of x, on a mesh that divides rows, where the mesh divides x evenly.
 
-    XLA alone might divide the width, as that of the parameters is, and sum activations over the devices.
+    XLA alone might divide the width, like the width of the parameters, and sum activations over the devices.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     spec = tuple(None if name == CONTEXT and name not in sizes else name for name in spec)  # a mesh may lack this axis
@@ -235,7 +235,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, positions: jax.Array, segments: jax.Array | None, window: jax.Array | int
     ) -> jax.Array:
-        """The branch that is added to x (rows, length, width); the rest is as in `Decoder.features` and `Config`."""
+        """Returns the branch to add to x (rows, length, width). The rest is as in `Decoder.features` and `Config`."""
         c, cast = self.config, lambda p: p[...].astype(x.dtype)
         q = jnp.einsum("btd,dhk->bthk", x, cast(self.query))
         k = jnp.einsum("btd,dhk->bthk", x, cast(self.key))
@@ -285,7 +285,7 @@ class Experts(nnx.Module):
         self.down = normal(rngs, n, f, d, fan_in=f)
 
     def __call__(self, config: Config, router: jax.Array, x: jax.Array) -> jax.Array:
-        """The branch for x (rows, length, width), where `router` has the experts' scores, (rows, length, experts)."""
+        """Returns the branch for x (rows, length, width); `router` has the scores, (rows, length, experts)."""
         k, cast = config.experts_per_token, lambda p: p[...].astype(x.dtype)
         weights, chosen = jax.lax.top_k(router.reshape(-1, config.experts), k)
         weights = jax.nn.softmax(weights)
@@ -345,20 +345,20 @@ class Decoder(nnx.Module):
     def features(
         self, tokens: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
-        """What the head reads, (rows, length, width).
+        """Returns the input of the head, (rows, length, width).
 
-        Where the mesh divides rows of tokens, these are in the order of `context.zigzag`.
+        Where the mesh divides rows of tokens, the tokens are in the order of `context.zigzag`.
 
         Args:
           tokens: (rows, length).
-          segments: which document each token is of, (rows, length); documents do not see each other.
-          positions: of each token in its document, (rows, length).
+          segments: the document of each token, (rows, length); documents do not see each other.
+          positions: the position of each token in its document, (rows, length).
         """
         c = self.config
         if positions is None:
             positions = laid_out(jnp.broadcast_to(zigzag(tokens.shape[1], num_parts()), tokens.shape), ROWS, CONTEXT)
         x = self.embed[...][tokens].astype(c.dtype)
-        if num_parts() > 1:  # in one step XLA would gather rows that are divided
+        if num_parts() > 1:  # with a single constraint, XLA would gather divided rows
             x = laid_out(x, None, CONTEXT, ROWS)
         x = laid_out(x, ROWS, CONTEXT)
         if c.scale_embedding:
@@ -375,12 +375,12 @@ class Decoder(nnx.Module):
         return norm(c, self.norm, x)
 
     def output(self) -> jax.Array:
-        """The head's matrix, (width, vocabulary), of which each device has the whole width."""
+        """Returns the head's matrix, (width, vocabulary), with the whole width on each device."""
         head = (self.embed[...].T if self.config.tied else self.head[...]).astype(self.config.dtype)
         return laid_out(head, None, P.UNCONSTRAINED)
 
     def logits(self, features: jax.Array, head: jax.Array | None = None) -> jax.Array:
-        """Logits in float32, (..., vocabulary)."""
+        """Returns logits in float32, (..., vocabulary)."""
         head = self.output() if head is None else head
         logits = (features @ head.astype(features.dtype)).astype(jnp.float32)
         cap = self.config.logit_cap
@@ -390,7 +390,7 @@ class Decoder(nnx.Module):
         return self.logits(self.features(tokens, **about))
 
     def loss(self, batch: dict[str, jax.Array], chunk: int = CHUNK) -> jax.Array:
-        """Mean cross-entropy in nats of the tokens that `weights` counts.
+        """Returns the mean cross-entropy, in nats, of the tokens that `weights` counts.
 
         Logits exist for `chunk` positions at a time, on each of the devices that divide a row.
 
@@ -410,7 +410,7 @@ class Decoder(nnx.Module):
             return laid_out(x.reshape(len(x), parts, length, *x.shape[2:]), ROWS, CONTEXT)
 
         features, targets, weights = map(by_device, (features, batch["targets"], batch["weights"]))
-        head = self.output().astype(jnp.float32)  # in which its gradient is added up
+        head = self.output().astype(jnp.float32)  # its gradient is added up in this dtype
 
         @jax.checkpoint
         def of_chunk(total, start):

@@ -30,12 +30,12 @@ RULES["width"] = "data"
 
 
 def spec_of(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
-    """The spec of a parameter in a group, by the last name of its path. What does not divide is not divided."""
+    """Returns the spec of a parameter in a group, by the last name of its path. Leaves uneven axes whole."""
     names = [key.key for key in path if hasattr(key, "key")]
     axes = AXES.get(names[-1], ()) if names else ()
     if "experts" in names and axes:
         axes = ("experts", *(axis if axis == "width" else None for axis in axes))
-    axes = (*(None,) * (len(shape) - len(axes)), *axes)  # stacked layers stand in front
+    axes = (*(None,) * (len(shape) - len(axes)), *axes)  # axes of stacked layers come first
     wanted = [RULES.get(axis or "") for axis in axes]
     return P(
         *(name if name and size % mesh.shape[name] == 0 else None for name, size in zip(wanted, shape, strict=True))
@@ -43,7 +43,7 @@ def spec_of(path: tuple, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P
 
 
 def make_mesh(groups: int, data: int, tensor: int, context: int = 1) -> mpmd.MpmdMesh:
-    """Groups of data × context × tensor devices. With too few devices, groups share them."""
+    """Makes groups of data × context × tensor devices. With too few devices, groups share them."""
     sizes, names = (data, context, tensor), ("data", CONTEXT, "tensor")
     inside = data * context * tensor
     wanted = groups * inside
@@ -63,12 +63,12 @@ def make_mesh(groups: int, data: int, tensor: int, context: int = 1) -> mpmd.Mpm
 
 
 def devices_of(mesh: mpmd.MpmdMesh) -> list[Any]:
-    """The devices that the groups use, each once."""
+    """Returns the devices that the groups use, each once."""
     return list(dict.fromkeys(device for group in mesh.groups for device in group.devices.flat))
 
 
 def peak_flops(mesh: mpmd.MpmdMesh) -> float | None:
-    """FLOP/s of all devices of the groups in bfloat16 where the data sheet is known."""
+    """Returns the bfloat16 FLOP/s of all devices of the groups, where the data sheet is known."""
     devices = devices_of(mesh)
     kind = devices[0].device_kind.lower()
     known = next((name for name in ("h100", "h200", "b200", "a100") if name in kind), None)

@@ -50,7 +50,7 @@ from scheduler.schedules import catalogue
 
 
 class Model:
-    """The module as functions of trees of arrays: what is trained, and what is frozen."""
+    """The module as functions of trees of arrays: the trained and the frozen parameters."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -59,13 +59,13 @@ class Model:
         self.kinds = kinds
 
     def init(self, key: jax.Array) -> list[Any]:
-        """Parameters: the trained ones in float32, and the frozen ones, if there are any, as they are computed with."""
+        """Makes parameters: the trained ones in float32, and frozen ones, if any, in the dtype of the computation."""
         _, *states = nnx.split(Decoder(self.config, nnx.Rngs(key)), *self.kinds)
         trained, *frozen = [nnx.to_pure_dict(state) for state in states]
         return [trained, *jax.tree.map(lambda x: x.astype(self.config.dtype), frozen)]
 
     def bind(self, params: list[Any]) -> Decoder:
-        """The module with these parameters."""
+        """Returns the module with these parameters."""
         states = [jax.tree.map(lambda x: x, state) for state in self.states]
         for state, values in zip(states, params, strict=True):
             nnx.replace_by_pure_dict(state, values)
@@ -73,7 +73,7 @@ class Model:
 
 
 def muon_axes(params: Any) -> Any:
-    """Which axes of a stacked parameter Muon takes for rows and columns; the others get AdamW."""
+    """Returns which axes of a stacked parameter are rows and columns for Muon; other parameters get AdamW."""
 
     def axes(path, p):
         name, last = path[-1].key, p.ndim - 1
@@ -86,7 +86,7 @@ def muon_axes(params: Any) -> Any:
 
 
 def optimizer_of(options: argparse.Namespace) -> optax.GradientTransformation:
-    """AdamW or Muon on gradients clipped by their global norm; warmup over a tenth of the steps, then cosine decay."""
+    """Makes AdamW or Muon with clipping by the global norm; warmup over a tenth of the steps, then cosine decay."""
     rate = optax.warmup_cosine_decay_schedule(
         0.0, options.lr, max(1, options.steps // 10), max(2, options.steps), options.lr / 10
     )
@@ -98,7 +98,7 @@ def optimizer_of(options: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def divided(grads: Any) -> Any:
-    """Gradients in the layout of their parameters: each device of a group adds up its own part."""
+    """Puts gradients in the layout of their parameters: each device of a group adds up its own part."""
     group = jax.sharding.get_abstract_mesh()
     if not {name for name in RULES.values() if name}.issubset(group.axis_names):
         return grads
@@ -145,10 +145,10 @@ class Program:
         return self._loop(lambda batch: self.model.bind(params).loss(batch), batch)
 
     def held_out_loss(self, params: Any, batches: Batches | BatchesByLength, layout: Any) -> float:
-        """The loss on text that is not trained on: the forward half of the same pipeline, where the parameters are.
+        """Returns the loss on held-out text: the forward half of the same pipeline, where the parameters are.
 
         Args:
-          layout: of the batches of the training, whose lists are evaluated in the same layout.
+          layout: the layout of the training batches; lists are evaluated in the same layout.
         """
         if self.evaluation is None:
             self.evaluation = mpmd.jit(self._evaluate, mpmd_mesh=self.mesh)
@@ -161,7 +161,7 @@ class Program:
         return float(np.mean([float(loss) for loss in losses]))
 
     def abstract(self) -> tuple[Any, Any]:
-        """Types and layouts inside of a group of the state and of a batch."""
+        """Returns types, and layouts inside of a group, of the state and of a batch."""
         group = self.mesh.tracing_mesh()
 
         def typed(path, x):
@@ -182,7 +182,7 @@ class Program:
         return state, batch(o.microbatches, o.batch // o.microbatches, o.length)
 
     def flops_per_step(self, batches: Batches | BatchesByLength) -> float:
-        """Of the model, as MFU counts them: forward, and twice as much backward; not what is computed again."""
+        """Counts as MFU does: the forward, and twice as much for the backward, without recomputation."""
         passes = 2 if self.model.config.lora_rank else 3  # a frozen matrix has no gradient
         return passes * batches.per_step(self.model.config.flops_per_row)
 
@@ -190,7 +190,7 @@ class Program:
 class Stop:
     """Whether some process was asked to stop (SIGTERM: a preemption); all agree on it.
 
-    With `--restarts` one process that is asked goes alone (`mpmd.resilient`), and only if all are, all stop.
+    With `--restarts` a process that is asked leaves alone (`mpmd.resilient`); all stop only if all are asked.
     """
 
     def __init__(self):
@@ -201,7 +201,7 @@ class Stop:
         self.asked = True
 
     def agreed(self) -> bool:
-        """The same in every process. Call it where no step is in flight."""
+        """Returns the same answer in every process. Call it where no step is in flight."""
         if jax.process_count() == 1:
             return self.asked
         asked = multihost_utils.process_allgather(np.array(self.asked))
@@ -209,13 +209,13 @@ class Stop:
 
 
 def agree(seen: dict[str, int]) -> dict[str, int]:
-    """Makes sure that all processes see the same files; gives what all see.
+    """Checks that all processes see the same files, and returns the numbers that all see.
 
-    Else they would train on different text, or go on after different steps, and nobody would notice. Who takes the
-    place of a lost process gets what the others have seen before it.
+    Otherwise they would train on different text, or continue after different steps, and nobody would notice. A process
+    that replaces a lost one gets the numbers that the others saw before.
 
     Raises:
-      ValueError: they do not. In every process; it says what differs, and in which ranks.
+      ValueError: they do not. Raised in every process, with the difference and its ranks.
     """
     if jax.process_count() == 1:
         return seen
@@ -235,7 +235,7 @@ def say(text: str) -> None:
 
 
 def generate(program: Program, params: Any, tokenizer: Tokenizer, prompt: str, count: int) -> str:
-    """The likeliest continuation of a prompt. The parameters stay where they are; a token passes through all groups."""
+    """Continues a prompt greedily. The parameters stay where they are; a token passes through all groups."""
     window = program.options.length
     order = zigzag(window, program.options.context)
 
@@ -255,7 +255,7 @@ def generate(program: Program, params: Any, tokenizer: Tokenizer, prompt: str, c
 
 
 def first_state(program: Program, shardings: Any) -> Any:
-    """A state at random, or the weights of a Hugging Face folder with a new optimizer state."""
+    """Makes a random state, or restores a Hugging Face folder's weights, with a new optimizer state."""
     options = program.options
     make = mpmd.jit(program.init, mpmd_mesh=program.mesh, out_shardings=shardings)
     state = make(jax.random.key(options.seed))
@@ -288,12 +288,12 @@ def export(program: Program, params: list[Any], options: argparse.Namespace) -> 
 
 
 def saved(state: Any) -> Any:
-    """What a checkpoint holds of a state, of its types or of its shardings: all but what is frozen."""
+    """Returns the part of a state (or its types, or shardings) in a checkpoint: all but frozen parameters."""
     return state | {"params": state["params"][:1]}
 
 
 def resumed(program: Program, checkpoints: Checkpoints, shardings: Any) -> Any:
-    """The state of the newest checkpoint. What is frozen comes from where it came from at first."""
+    """Restores the state of the newest checkpoint. Frozen parameters come from their first source."""
     like = saved(jax.eval_shape(program.init, jax.random.key(0)))
     state = checkpoints.restore(like, saved(shardings))
     frozen = first_state(program, shardings)["params"][1:] if program.options.lora else []
@@ -303,7 +303,7 @@ def resumed(program: Program, checkpoints: Checkpoints, shardings: Any) -> Any:
 
 @contextlib.contextmanager
 def told(*kinds: type[Exception]) -> Iterator[None]:
-    """Ends the program with the text of an error that its user can mend, and without a traceback."""
+    """Ends the program with the text of an error that its user can repair, without a traceback."""
     try:
         yield
     except kinds as error:
@@ -311,7 +311,7 @@ def told(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The whole run; returns the exit status."""
+    """Does the whole run. Returns the exit status."""
     mpmd.initialize()
     with told(OSError, ValueError):
         tokenizer = tokenizer_of(options.model)
@@ -333,7 +333,7 @@ def run(options: argparse.Namespace) -> int:
         say(str(batches))
     say(f"{count:,} parameters in {options.groups} groups; {options.schedule}; compiling ...")
     lowered = program.step.lower(*program.abstract())
-    program.cuts = lowered.cuts  # an evaluation alone would be cut in another way, and its parameters moved
+    program.cuts = lowered.cuts  # an evaluation alone would be cut differently, and its parameters moved
     compiled = lowered.compile()
     say(f"compiled; layers of each stage: {lowered.cuts}")
     shardings = compiled.input_shardings[0][0]
@@ -354,7 +354,7 @@ class Ended(Exception):
     """The steps end here.
 
     Attributes:
-      status: of the program.
+      status: the exit status of the program.
     """
 
     def __init__(self, status: int):
@@ -370,9 +370,9 @@ def train(
     checkpoints: Checkpoints | None,
     first: int,
 ) -> tuple[int, Any]:
-    """Steps from `first` on, after the loss of a process too (--restarts). Status 75: a signal has stopped them."""
+    """Takes steps from `first` on, also after the loss of a process (--restarts). Status 75: stopped by a signal."""
     options, stop, layout = program.options, Stop(), batch_layout(compiled)
-    takes_lists = bool(options.buckets)  # which the compiled step, for the largest microbatch alone, does not
+    takes_lists = bool(options.buckets)  # the compiled step does not: it is for the largest microbatch
     trace = Trace(options.profile, options.log or "profile")
     flops, peak = program.flops_per_step(batches), peak_flops(program.mesh)
     speed = Speed(options.steps, batches.per_step(float), flops / peak if peak else None)
@@ -395,7 +395,7 @@ def train(
         if not all(map(math.isfinite, numbers.values())):  # before this state is saved
             say(f"step {step}: {numbers}; the last checkpoint is of step {checkpoints and checkpoints.newest}")
             raise Ended(1)
-        if reports and speed.step < step:  # else it is the first one of this program, or since a process was lost
+        if reports and speed.step < step:  # not the first step of this program, or since a process was lost
             numbers |= speed.numbers(step, compiled.last_timeline().busy if compiled.timing else ())
         if options.eval_every and evaluates:
             numbers["held_out_loss"] = program.held_out_loss(state["params"], batches, layout)
@@ -414,7 +414,7 @@ def train(
                     checkpoints.save(step, saved(state))
                 say(f"stopped by a signal after step {step}" + ("; saved" if checkpoints else ""))
                 raise Ended(75)
-        speed.start(step)  # what is done between steps does not count
+        speed.start(step)  # work between steps does not count
         return state
 
     try:
@@ -426,18 +426,18 @@ def train(
 
 
 def batch_layout(compiled: Any) -> Any:
-    """Where the step wants the leaves of a batch; those of a list's microbatches, which are all alike."""
+    """Returns where the step wants the leaves of a batch, or of a list's microbatches, which are all alike."""
     batch = compiled.input_shardings[0][1]
     return getattr(batch, "one", batch)
 
 
 def rows_of_buckets(options: argparse.Namespace, config: Config) -> dict[int, int]:
-    """Per length of --buckets, the rows of a microbatch: for the longest, as many as without buckets."""
+    """Returns the rows of a microbatch for each length of --buckets: for the longest, the same as without buckets."""
     return rows_of(options.buckets, config.flops_per_row, options.batch // options.microbatches, options.data)
 
 
 def batches_of(options: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> Batches | BatchesByLength:
-    """Packed rows, or documents in buckets."""
+    """Makes batches of packed rows, or of documents in buckets."""
     o = options
     if o.buckets:
         rows = rows_of_buckets(o, config)
@@ -446,7 +446,7 @@ def batches_of(options: argparse.Namespace, config: Config, tokenizer: Tokenizer
 
 
 def with_kernel(config: Config, options: argparse.Namespace, mesh: mpmd.MpmdMesh) -> Config:
-    """The configuration with attention by a kernel, where that can be. On GPUs, says why where it cannot."""
+    """Returns the configuration with attention by a kernel, where possible. On GPUs, prints why where it is not."""
     if mesh.lowering_mesh().devices.flat[0].platform != "gpu":
         return config
     fault, packed = kernel_fault(mesh, config.kv_heads, config.head_dim, config.dtype), ""
@@ -466,7 +466,7 @@ def with_kernel(config: Config, options: argparse.Namespace, mesh: mpmd.MpmdMesh
 
 
 def config_of(options: argparse.Namespace, tokenizer: Tokenizer) -> Config:
-    """The model of --model, or a small one.
+    """Returns the configuration of --model, or of a small model.
 
     Raises:
       ValueError: --model has no config.json that this example can read, or the layout does not suit it.
@@ -485,7 +485,7 @@ def _config_of(options: argparse.Namespace, tokenizer: Tokenizer) -> Config:
 
 
 def plan(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32, length: int = 8192):
-    """A step of Llama 3 with 8 billion parameters on rows of one document, for `python -m mpmd plan`."""
+    """Builds a step of Llama 3 with 8 billion parameters on rows of one document, for `python -m mpmd plan`."""
     axes = [name for name in mesh.lowering_mesh().axis_names if name != mesh.mpmd_axis_name]
     RULES.update(width=axes[0], vocabulary=None, heads=None, hidden=None, experts=None)
     options = parse(["--whole-rows"])
@@ -497,21 +497,21 @@ def plan(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32
 
 
 def numbers_of(text: str) -> tuple[int, ...]:
-    """Numbers with commas between them."""
+    """Parses numbers with commas between them."""
     if not all(part.isdecimal() for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 64,128,256")
     return tuple(map(int, text.split(",")))
 
 
 def steps_of(text: str) -> tuple[int, int]:
-    """`A:B`, the first and the last step."""
+    """Parses `A:B`, the first and the last step."""
     parts = text.split(":")
     if len(parts) != 2 or not all(map(str.isdecimal, parts)) or not 1 <= int(parts[0]) <= int(parts[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no A:B with 1 <= A <= B, such as 5:8")
     return int(parts[0]), int(parts[1])
 
 
-LEAST = {  # of options that are numbers
+LEAST = {  # the least values of options that are numbers
     **dict.fromkeys(("groups", "data", "context", "tensor", "layers", "width", "microbatches", "batch", "length"), 1),
     **dict.fromkeys(("eval_batches", "keep"), 1),
     **dict.fromkeys(("experts", "lora", "seed", "steps", "eval_every", "report_every", "save_every"), 0),
@@ -627,7 +627,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--{name} {wrong[0]}: give a multiple of {2 * options.context}; each device of --context gets two parts"
         )
-    if options.buckets:  # a row holds one document, and nothing of it sees the padding behind it
+    if options.buckets:  # a row holds one document, and no token sees the padding after it
         options.length, options.whole_rows = lengths[-1], True
     return options
 
