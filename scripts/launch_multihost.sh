@@ -324,6 +324,17 @@ handle() { # an event, or a command from the launcher
 have_status() { (cd "$work/status" && compgen -G "rank-*.json" >/dev/null); }
 
 take() { # pairs of a rank and the process that becomes it; continues this process if it was stopped while it waited
+  local process
+  local -a pairs=("$@")
+  while (($#)); do # the status of the lost process must not be reported any more
+    rm -f "$work/status/rank-$1.json"
+    for process in "${ranks[@]}"; do
+      [[ ${rank_of[process]:-$process} != "$1" ]] || rank_of[process]=-
+    done
+    rank_of[$2]=$1
+    shift 2
+  done
+  set -- "${pairs[@]}"
   printf '%s %s\n' "$@" >>"$work/status/taken"
   while (($#)); do
     [[ -z ${rank_pid[$2]:-} ]] || kill -CONT "${rank_pid[$2]}" 2>/dev/null
@@ -335,8 +346,8 @@ goes_on() { # prints "yes" if ranks of this host are in mpmd.resilient, where th
   (set +f && grep -qs '"goes_on": true' "$work"/status/rank-*.json) && echo yes || echo no
 }
 
-blamed_by() { # prints the rank that this rank's verdict blames, if this rank's watchdog ended the job
-  local file=$work/status/rank-$1.json
+blamed_by() { # process; prints the rank that its verdict blames, if its watchdog ended the job
+  local file=$work/status/rank-${rank_of[$1]:-$1}.json
   [[ -s $file && $(json_value verdict "$(<"$file")") =~ ^jax-mpmd:\ rank\ ([0-9]+): ]] && echo "${BASH_REMATCH[1]}"
 }
 
@@ -465,8 +476,9 @@ wait_for_event() {
 
 # Reports what each rank was doing, from the file that its watchdog wrote.
 report_status() {
-  local rank file text now=${failed_at:-$(date +%s)} waiting seconds doing
-  for rank in "${ranks[@]}"; do
+  local process rank file text now=${failed_at:-$(date +%s)} waiting seconds doing
+  for process in "${ranks[@]}"; do
+    rank=${rank_of[process]:-$process}
     file=$work/status/rank-$rank.json
     [[ -s $file ]] || continue
     text=$(tr '\n' ' ' <"$file")

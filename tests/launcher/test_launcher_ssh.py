@@ -219,6 +219,33 @@ def is_named(pid: int, name: str) -> bool:
         return False
 
 
+# Rank 1 is killed at step 7; the spare on the other host takes its place, and ends at step 500 with a verdict.
+REPLACED = """
+import json, os, sys, time
+number, folder = int(os.environ["MPMD_PROCESS_ID"]), os.environ["MPMD_STATUS_DIR"]
+def say(rank, step, verdict=None):
+    with open(f"{folder}/new", "w") as file:
+        json.dump({"rank": rank, "step": step, "doing": f"the work of process {number}", "goes_on": True,
+                   "since": time.time(), "waiting_for": None, "verdict": verdict}, file)
+    os.replace(f"{folder}/new", f"{folder}/rank-{rank}.json")
+if number < 2:
+    say(number, 7)
+    time.sleep(1)
+    os.kill(os.getpid(), 9) if number else time.sleep(60)
+while not os.path.exists(f"{folder}/taken"):
+    time.sleep(0.05)
+say(1, 500, "jax-mpmd: rank 1: as the spare says")
+sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+def test_the_table_is_about_the_process_that_has_taken_the_place_on_another_host(hosts):
+    status, job = over(hosts, "-H", "hosta:2,hostb:0", *"--spares 1 --restarts 1".split(), *python(REPLACED))
+    assert "jax-mpmd: rank 1: as the spare says\n" in job.err
+    assert re.search(r"^  1 +hostb +\d+ +exit status 1 +500 .* the work of process 2$", job.err, re.MULTILINE), job.err
+
+
 @pytest.mark.slow
 def test_lines_from_several_hosts_stay_whole(hosts):
     status, job = over(hosts, "-H", "hosta:2,hostb:2", "--env", "PYTHONUNBUFFERED=", *counting(10_000, longest=300))
