@@ -241,7 +241,7 @@ sys.exit(1)
 
 @pytest.mark.slow
 def test_the_table_is_about_the_process_that_has_taken_the_place_on_another_host(hosts):
-    status, job = over(hosts, "-H", "hosta:2,hostb:0", *"--spares 1 --restarts 1".split(), *python(REPLACED))
+    _, job = over(hosts, "-H", "hosta:2,hostb:0", *"--spares 1 --restarts 1".split(), *python(REPLACED))
     assert "jax-mpmd: rank 1: as the spare says\n" in job.err
     assert re.search(r"^  1 +hostb +\d+ +exit status 1 +500 .* the work of process 2$", job.err, re.MULTILINE), job.err
 
