@@ -173,8 +173,9 @@ class Copies:
                 header = written(layout, taken, data)
             connection.put(data, below, about, header)
 
-        end = time.monotonic() + _HOPE_S
-        self._ask_silent(time.monotonic())
+        now = time.monotonic()
+        end = now + _HOPE_S
+        self._ask_silent(now)
         while True:
             for address in list(self._keepers):
                 try:

@@ -421,8 +421,8 @@ def test_a_version_that_can_become_whole_is_kept_also_when_a_rank_was_lost(keepe
     assert [record["step"] for record in keeper.records()] == [0, 1]
 
 
-def killed_keeper(number=signal.SIGKILL) -> int:
-    """Kills the process that has the memory; which it was."""
+def signalled_keeper(number=signal.SIGKILL) -> int:
+    """Sends a signal to the process that has the memory, and returns its pid."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect("\0" + os.environ["MPMD_KEEPER"].split(":")[1])
         pid, *_ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -436,7 +436,7 @@ def test_a_keeper_that_did_not_answer_for_a_while_gets_copies_again(keeper, monk
 
     def body(i, x):
         if i == 2:
-            pid = killed_keeper(signal.SIGSTOP)
+            pid = signalled_keeper(signal.SIGSTOP)
             threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
         return x + 1
 
@@ -455,7 +455,7 @@ def test_a_keeper_that_was_killed_has_a_successor_that_is_given_the_next_version
 
     def body(i, x):
         if i in (2, 4, 6):
-            killed.append(killed_keeper())
+            killed.append(signalled_keeper())
         return x + 1
 
     with pytest.raises(LossError):
