@@ -29,7 +29,7 @@ def find(folder: str | os.PathLike[str], step: int | None = None, item: str | No
     Raises:
         ReshardError: the folder is none of these, is unfinished, or its metadata cannot be read; names the folder.
     """
-    path = absolute(folder)
+    path = _without_links(folder)
     if is_folder(path):
         if step is not None or item is not None:
             raise ReshardError(f"{path} holds safetensors: it has neither steps nor items.")
@@ -49,7 +49,7 @@ def find_by_path(folder: str | os.PathLike[str]) -> Checkpoint:
         MissingCheckpoint: there is no finished checkpoint; lists what the folder has.
         ReshardError: its metadata cannot be read.
     """
-    path = absolute(folder)
+    path = _without_links(folder)
     if is_folder(path):
         return open_folder(path)
     found = _find(path, None, None, by_path=True)
@@ -57,6 +57,12 @@ def find_by_path(folder: str | os.PathLike[str]) -> Checkpoint:
         return open_tree(*found)
     except (ReshardError, OSError) as error:
         raise ReshardError(f"the checkpoint at {found[0]} is damaged: {said(error)}") from error
+
+
+def _without_links(folder: str | os.PathLike[str]) -> File:
+    """Returns the absolute path of a folder without links: a link such as `latest` may be replaced while it is read."""
+    path = absolute(folder)
+    return path if "://" in str(path) else path.resolve()
 
 
 def _find(folder: File, step: int | None, item: str | None, by_path: bool) -> _Tree:
