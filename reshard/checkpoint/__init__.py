@@ -31,7 +31,7 @@ from reshard.edits.mapping import Mapping
 from reshard.sizes import threshold_nbytes
 from reshard.storage.arrays import Reads
 from reshard.storage.finder import find_by_path
-from reshard.storage.stored import absolute
+from reshard.storage.stored import absolute, check_target
 from scheduler.base.texts import a, human
 from scheduler.base.waiting import waiting
 
@@ -88,7 +88,7 @@ def save(
         joining.settle()
         joining.compare("called reshard.save", {}, {})
         folder = absolute(path)
-        _check_path(folder)
+        check_target("save", folder)
         _check_leaves(tree)
         working = Working(folder, timeout_s)
         try:
@@ -187,14 +187,6 @@ def _how_much_is_written(folder: File, tree: PyTree, written: Sequence[int]) -> 
         return f"save: {human(done)} of about {human(whole)} written to {folder}", min(0.99, done / max(1, whole))
 
     return far
-
-
-def _check_path(folder: File) -> None:
-    if found := sorted(set("*?[") & set(str(folder))):
-        raise ReshardError(
-            f"save: {folder} has {' and '.join(found)} in it, which Orbax takes for a pattern: it would not find what"
-            " it has written. Give another path."
-        )
 
 
 def _check_leaves(tree: PyTree) -> None:

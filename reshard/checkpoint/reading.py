@@ -110,7 +110,7 @@ class _Reader:
         async def read(box: Box, wanted: Sequence[Box]) -> None:
             async with self._limit.held(box.nbytes(array.dtype.itemsize)):
                 data = await _read_box(array, box, where)
-                puts = [asyncio.to_thread(target.put, box, wanted, data) for target in targets]
+                puts = [asyncio.to_thread(target.put, box, wanted, data, len(targets) == 1) for target in targets]
                 bad, *_ = await asyncio.gather(asyncio.to_thread(checksums.damaged, data, box, sums), *puts)
                 if bad is not None:
                     raise ReshardError(

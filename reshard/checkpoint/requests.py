@@ -184,8 +184,14 @@ class LocalRequest:
                 f" {type_text(stored, dtype)}, of which a cast would lose more than digits."
             )
 
-    def put(self, box: Box, wanted: Sequence[Box], data: np.ndarray) -> None:
-        """Brings the data that has been read to the devices that want it."""
+    def put(self, box: Box, wanted: Sequence[Box], data: np.ndarray, is_own: bool = True) -> None:
+        """Brings the data that has been read to the devices that want it.
+
+        Args:
+            box, wanted: the box that was read, and the boxes in it that are wanted.
+            data: what was read.
+            is_own: whether no other request gets it.
+        """
         for key, part in self.boxes.items():
             place = in_storage(part, self.request.index)
             if place not in wanted:
@@ -193,13 +199,13 @@ class LocalRequest:
             view = data[place.relative_to(box).slices].reshape(part.shape)
             if self.dtype is not None and view.dtype != self.dtype:
                 view = view.astype(self.dtype)
-            is_all = view.size == data.size  # otherwise it would keep the whole array in memory
+            keeps = is_own and view.size == data.size  # otherwise it would keep the whole array in memory
             if key is None:
-                self._made[key] = view if is_all else view.copy()
+                self._made[key] = view if keeps else view.copy()
             else:
                 (placed, *_), device = key
                 there = SingleDeviceSharding(device, memory_kind=placed.memory_kind)
-                self._made[key] = jax.device_put(view, there, may_alias=None if is_all else False)
+                self._made[key] = jax.device_put(view, there, may_alias=None if keeps else False)
 
     def finish(self) -> jax.Array | np.ndarray:
         """Returns the array, made of the data that was put; in a process that wants nothing of it, its description."""

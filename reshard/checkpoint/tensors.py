@@ -106,7 +106,9 @@ def save_tensors(working: Working, tree: PyTree, how: TensorFormat, timeout_s: i
     entries = _entries(arrays, how, beside)
     files = plan_folder(entries, TensorTarget(beside, nbytes_of(how.file_size)))
     folder = File(working.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() == 0:  # no other process makes it again, once an error has removed it
+        folder.mkdir(parents=True, exist_ok=True)
+    working.wait_for_all("made", timeout_s)
     _write(folder, files, arrays, entries, written)
     working.wait_for_all("written", timeout_s)
     if jax.process_index() == 0:

@@ -29,7 +29,7 @@ from reshard.storage import event_loops
 from reshard.storage.finder import find
 from reshard.storage.huggingface import path_of
 from reshard.storage.paths import dotted, matches, show
-from reshard.storage.stored import EMPTY_TYPES, Leaf, all_of, fault_of_type, said
+from reshard.storage.stored import EMPTY_TYPES, Leaf, all_of, check_target, fault_of_type, said
 from reshard.storage.tensor_files import TensorFiles, TensorTarget, TensorWriter, plan_folder
 from reshard.storage.unfinished import UnfinishedFolder
 from scheduler.base.texts import counted, first_of, human, table
@@ -128,6 +128,7 @@ def plan_conversion(
 
     files, of_tree = None, []
     if tensors is None:
+        check_target("convert", target)
         entries, of_tree = tree_edits.checked_paths(entries)
         faults = [(e, fault_of_type(e.shape, e.dtype)) for e in entries if e.is_array and e.dtype is not None]
         if named := [f"{show(e.path)}: {fault}" for e, fault in faults if fault is not None]:

@@ -16,6 +16,7 @@ from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.edits.entries import Entry, described
 from reshard.storage.paths import Key, Path, matches, parts_of, show, within
+from reshard.storage.stored import fault_of_name
 from scheduler.base.texts import first_of
 
 Entries = Sequence[Entry]
@@ -243,13 +244,15 @@ def checked_paths(entries: Entries) -> tuple[list[Entry], list[str]]:
     """Checks that the paths make a tree. Lists that have lost items become dicts, with a note for each.
 
     Raises:
-        ReshardError: two leaves have the same path, or a leaf lies where others need a node.
+        ReshardError: two leaves have the same path, a leaf lies where others need a node, or a name is none.
     """
     if not entries:
         raise ReshardError("nothing is left: the changes drop the whole tree.")
     by_path: dict[tuple[str, ...], Entry] = {}
     children: dict[tuple[str, ...], dict[str, bool]] = {}
     for e in entries:
+        if fault := fault_of_name(e.path):
+            raise ReshardError(f"{fault}.")
         names = tuple([key.name for key in e.path])
         if names in by_path:
             raise ReshardError(f"two leaves would be {show(e.path)}:\n{_list([by_path[names], e], origins=True)}")

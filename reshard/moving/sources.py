@@ -106,7 +106,10 @@ class Sources:
     def __init__(self, plan: ReshardPlan, arrays: Sequence[MovingArray], donate: bool):
         self._donate = donate
         self._arrays = arrays
-        self._users = Counter(id(array.source) for array in arrays)  # how many of the arrays are made of each
+        memories = [_memories(array) if donate else set() for array in arrays]
+        users = Counter(memory for used in memories for memory in used)
+        # What is moved to two targets is freed at the end, also as two arrays of the same memory.
+        self._shared = {id(a) for a, used in zip(arrays, memories, strict=True) if any(users[m] > 1 for m in used)}
         self._reads: Counter[tuple[int, int]] = Counter()  # for each shard, how many pieces have still to leave
         self._started: set[int] = set()
         self._leaving: list[tuple[MovingArray, int]] = []
@@ -145,8 +148,7 @@ class Sources:
         self._leaving.clear()
 
     def _frees(self, array: MovingArray) -> bool:
-        # A source that is moved to two targets is freed at the end.
-        return self._donate and self._users[id(array.source)] == 1 and not isinstance(array.source, np.ndarray)
+        return self._donate and id(array) not in self._shared and not isinstance(array.source, np.ndarray)
 
     def _free(self, array: MovingArray, shard: int) -> None:
         if not self._frees(array) or shard in array.stays:
@@ -191,6 +193,12 @@ class Sources:
             lines.append(f"  consumed, whole or in part: {', '.join(gone)}")
         lines.append(f"  still valid: {', '.join(valid) or 'none'}")
         return "\n".join(lines)
+
+
+def _memories(array: MovingArray) -> set[object]:
+    """Returns where the shards of a source lie. `jax.device_put` to an equivalent sharding copies nothing."""
+    shards = [shard for shard in array.shards if isinstance(shard, jax.Array)]
+    return {id(array.source), *((next(iter(s.devices())), s.unsafe_buffer_pointer()) for s in shards)}
 
 
 def delete(source: Shard) -> None:

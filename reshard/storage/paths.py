@@ -53,6 +53,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"pattern {pattern!r} has an empty part; write it like 'params/layers/**'.")
     if pattern.count("{layer}") > 1:
         raise ValueError(f"pattern {pattern!r} has {{layer}} more than once; write * for any other number.")
+    parts = [part for part, before in zip(parts, ["", *parts], strict=False) if not part == before == "**"]
     text, separator = "", ""
     for index, part in enumerate(parts):
         last = index == len(parts) - 1
@@ -67,7 +68,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 def _part(part: str) -> str:
     regex = {"*": "[^/]*", "?": "[^/]", "{layer}": r"(?P<layer>\d+)"}
-    pieces = re.split(r"(\*|\?|\{layer\})", part)
+    pieces = re.split(r"(\*|\?|\{layer\})", re.sub(r"\*+", "*", part))  # many stars would be tried for ever
     return "".join(regex.get(piece, re.escape(piece)) for piece in pieces)
 
 

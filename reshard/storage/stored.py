@@ -171,6 +171,22 @@ class Checkpoint:
             raise ReshardError(f"{file}: the text of {show(path)} cannot be read: {said(error)}") from None
 
 
+def fault_of_name(path: Path) -> str | None:
+    """Returns why no leaf may have this path; None if one may."""
+    if all(key.name.isprintable() for key in path) and len(show(path)) <= _LONGEST_NAME:
+        return None
+    return f"{show(path)[:80]!r} is no name of a leaf: it is too long, or has characters for no one to see"
+
+
+def check_target(what: str, folder: File) -> None:
+    """Raises a ReshardError if Orbax would not find what it writes there."""
+    if found := sorted(set("*?[") & set(str(folder))):
+        raise ReshardError(
+            f"{what}: {folder} has {' and '.join(found)} in it, which Orbax takes for a pattern: it would not find what"
+            " it has written. Give another path."
+        )
+
+
 def absolute(path: str | os.PathLike[str]) -> File:
     """Returns a folder's path: absolute, unless it is in an object store (`gs://…`); its methods are the same."""
     return epath.Path(path) if "://" in str(path) else File(path).expanduser().absolute()  # pyright: ignore
@@ -237,10 +253,8 @@ def _check_files(folder: File) -> None:
 
 def _leaf(entry: Any) -> Leaf:
     path = tuple([Key(str(key["key"]), key["key_type"] == 1) for key in entry["key_metadata"]])
-    if not all(key.name.isprintable() for key in path) or len(show(path)) > _LONGEST_NAME:
-        raise ValueError(
-            f"{show(path)[:80]!r} is no name of a leaf: it is too long, or has characters for no one to see"
-        )
+    if fault := fault_of_name(path):
+        raise ValueError(fault)
     value_type = entry["value_metadata"]["value_type"]
     if value_type not in (*ARRAY_TYPES, *EMPTY_TYPES, "string"):
         raise ValueError(f"{show(path)} is of type {value_type!r}, which is no array, number, text or empty container")

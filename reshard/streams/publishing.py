@@ -14,10 +14,10 @@ from mpmd.job import joining
 from mpmd.job.job import Job
 from mpmd.pytrees import PyTree
 from reshard.streams.receiving import Subscription
-from reshard.streams.sending import Sender
+from reshard.streams.sending import Sender, check_arrays, checked_version
 from reshard.streams.serving import FarShelf, ShelfServer
 from reshard.streams.stream import ranks_of_shardings
-from reshard.trees import broadcast, sharding_of
+from reshard.trees import broadcast, flatten, sharding_of
 
 _EVERYWHERE = ("", "0.0.0.0", "::", "*")
 
@@ -50,13 +50,17 @@ def publish(name: str, tree: PyTree, version: int, *, address: str, token: str) 
     host, port = _checked(address, token, "publish")
     if not isinstance(name, str) or not name or "/" in name:
         raise ReshardError(f"publish: {name=} is no name: a text without slashes.")
-    leaves = jax.tree.leaves(tree)
+    paths, leaves, _ = flatten(tree)
+    if not leaves:
+        raise ReshardError(f"publish: {name}: the tree has no arrays.")
+    check_arrays(f"publish: {name}", paths, leaves)
+    version = checked_version(f"publish: {name}", version)
     ranks = ranks_of_shardings([s for s in map(sharding_of, leaves) if s is not None])
     job = joining.current()
-    if ranks and _rank(job) not in ranks:
+    if _rank(job) not in ranks:
         return
     if address not in _published:
-        _published[address] = _opened(host, 0 if ranks and _rank(job) != ranks[0] else port, token), {}
+        _published[address] = _opened(host, 0 if _rank(job) != ranks[0] else port, token), {}
     server, senders = _published[address]
     if server.token != token:
         raise ReshardError(f"publish: {address} was opened with another token.")
@@ -84,7 +88,7 @@ def _new_sender(name: str, job: Job | None, ranks: Sequence[int], server: ShelfS
     """Starts to serve versions of one more tree."""
     what, peers = f"publish: {name}", []
     if job is None or len(ranks) < 2:
-        sender = Sender(what, job, ranks or (0,), "", keeps_all=False)
+        sender = Sender(what, job, ranks, "", keeps_all=False)
     else:
         number = job.new_number(ranks, f"publishing {name}")
         sender = Sender(what, job, ranks, f"mpmd/published/{number}/", keeps_all=False)

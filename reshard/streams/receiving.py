@@ -317,6 +317,9 @@ class Subscription:
                     self._job.check()
                     time.sleep(_PAUSE_S)
             return None, f"{SECONDHAND} a version: {why}"
+        except BaseException:  # such as Ctrl-C: an answer may still be on its way; another call connects again
+            self.close()
+            raise
 
     def _waiting(self, text: str, ranks: Sequence[int] = ()) -> AbstractContextManager:
         return nullcontext() if self._job is None else self._job.activity.during("reading", text, ranks)

@@ -29,6 +29,35 @@ _PATIENCE_S = 0.2  # reports show a wait for others after this time
 _AT_EXIT_S = 10.0
 
 
+def checked_version(what: str, version: object) -> int:
+    """Returns the number of a version; raises a ReshardError if it is none."""
+    if not isinstance(version, int | np.integer) or isinstance(version, bool) or version < 0:
+        raise ReshardError(f"{what}: {version=} is not a whole number of 0 or more.")
+    return int(version)
+
+
+def check_arrays(
+    what: str,
+    paths: Sequence[str],
+    leaves: Sequence[object],
+    placed: Sequence[jax.sharding.Sharding] | None = None,
+) -> None:
+    """Raises a ReshardError if a leaf of a tree is no array on devices, or is in another sharding than it should be."""
+    faults: list[str] = []
+    for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        fault = None
+        if not isinstance(leaf, jax.Array):
+            fault = f"is a {type(leaf).__name__}, not an array on devices"
+        elif leaf.is_deleted():
+            fault = "has been deleted"
+        elif placed is not None and not _fits(leaf, placed[i]):
+            fault = f"is in {sharding_of(leaf)}, but the source sharding is {placed[i]}"
+        if fault is not None:
+            faults.append(f"\n  {path or 'the array'}: {fault}")
+    if faults:
+        raise ReshardError(f"{what}: the tree does not fit:{''.join(faults)}")
+
+
 class Sender:
     """Sends the versions of one tree.
 
@@ -66,22 +95,20 @@ class Sender:
         paths, leaves, treedef = flatten(tree)
         if self._is_closed:
             raise ReshardError(f"{self._what}: it has been closed.")
-        if not isinstance(version, int | np.integer) or isinstance(version, bool) or version < 0:
-            raise ReshardError(f"{self._what}: {version=} is not a whole number of 0 or more.")
-        version = int(version)
+        version = checked_version(self._what, version)
         if version <= self._last:
             raise ReshardError(f"{self._what}: version {version} after version {self._last}; each must be larger.")
         self._wait_until_idle()
         if (signature := (treedef, layout.signature(leaves))) != self._signature:
             placed = [sharding_of(x) for x in leaves] if shardings is None else broadcast(shardings, tree, self._what)
-            self._check(paths, leaves, placed)
+            check_arrays(self._what, paths, leaves, placed)
             names, structure = _described(tree, treedef)
             self._layout, given = _planned(names, leaves, placed, self._rank, self._keeps_all)
             tensors = [tuple(leaf.__dict__.values()) for leaf in self._layout.leaves]
             self._description = json.dumps({"tree": structure, "leaves": tensors, "given": given})
             self._signature = signature
         else:
-            self._check(paths, leaves, None)
+            check_arrays(self._what, paths, leaves)
         if self._job is not None:
             self._job.calls.note(self._ranks, Note(f"sent version {version} of {self._what}"))
         taken = copies.started(leaves, self._layout)
@@ -113,23 +140,6 @@ class Sender:
         """Ends the thread; nothing is sent afterwards."""
         self._is_closed = True
         self._due.put(None)
-
-    def _check(
-        self, paths: Sequence[str], leaves: Sequence[object], placed: Sequence[jax.sharding.Sharding] | None
-    ) -> None:
-        faults: list[str] = []
-        for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-            fault = None
-            if not isinstance(leaf, jax.Array):
-                fault = f"is a {type(leaf).__name__}, not an array on devices"
-            elif leaf.is_deleted():
-                fault = "has been deleted"
-            elif placed is not None and not _fits(leaf, placed[i]):
-                fault = f"is in {sharding_of(leaf)}, but the source sharding is {placed[i]}"
-            if fault is not None:
-                faults.append(f"\n  {path or 'the array'}: {fault}")
-        if faults:
-            raise ReshardError(f"{self._what}: the tree does not fit:{''.join(faults)}")
 
     def _wait_until_idle(self) -> None:
         self.check()

@@ -24,7 +24,8 @@ from samples import slow_first
 
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
-from reshard.checkpoint import Part, leaf_handler, restore, save
+from reshard.checkpoint import Part, TensorFormat, leaf_handler, restore, save
+from reshard.storage import finder
 
 MESH = mesh_of(4)
 
@@ -548,3 +549,24 @@ def test_paths_of_all_kinds_are_taken(tmp_path, monkeypatch):
     for path in ("relative", Path("deep") / "er" / "state", str(tmp_path / "absolute")):
         save(path, {"w": np.arange(3.0)})
         np.testing.assert_array_equal(restore(path, {"w": np.zeros(3)})["w"], np.arange(3.0))
+
+
+def test_a_link_that_is_replaced_while_its_folder_is_read_mixes_no_versions(tmp_path):
+    for name in ("1", "2"):
+        save(tmp_path / name, {"w": np.zeros(4, np.float32)}, tensors=TensorFormat())
+    latest, after = tmp_path / "latest", tmp_path / "after"
+    latest.symlink_to("1")
+    found = [finder.find(latest), finder.find_by_path(latest)]
+    after.symlink_to("2")
+    after.replace(latest)
+    assert [checkpoint.folder for checkpoint in found] == [tmp_path.resolve() / "1"] * 2
+
+
+@pytest.mark.parametrize("tensors", [None, TensorFormat()])
+def test_leaves_that_are_made_of_one_array_share_no_memory(tmp_path, tensors):
+    save(tmp_path / "kept", {"w": np.ones(1 << 16, np.float32)}, tensors=tensors)
+    there = jax.ShapeDtypeStruct((1 << 16,), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    part = Part("w", (), jax.ShapeDtypeStruct((1 << 16,), np.float32))
+    found = restore(tmp_path / "kept", {"params": part, "ema": part, "placed": Part("w", (), there)})
+    found["ema"] *= 0.5
+    assert (found["params"] == 1).all() and (np.asarray(found["placed"]) == 1).all()

@@ -118,6 +118,15 @@ def test_a_value_too_large_for_the_new_dtype_is_an_error(tmp_path, capsys):
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
 
 
+def test_a_checkpoint_that_nobody_could_read_is_not_written(tmp_path, capsys):
+    source = save(tmp_path / "source", {"w": np.ones(4, np.float32)})
+    assert main(["convert", str(source), str(tmp_path / "run[1]")]) == 1
+    assert "run[1] has [ in it, which Orbax takes for a pattern" in capsys.readouterr().err
+    assert main(["convert", str(source), str(tmp_path / "target"), "--rename", "w=a\nb"]) == 1
+    assert "is no name of a leaf" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
 def test_a_dtype_without_infinity_is_not_filled_with_its_largest_value(tmp_path, capsys):
     source = save(tmp_path / "source", {"w": np.array([0, -6, 6.9, np.nan], np.float32), "x": np.array([7, -1e30, 1])})
     assert main(["convert", str(source), str(tmp_path / "target"), "--dtype", "float4_e2m1fn"]) == 1

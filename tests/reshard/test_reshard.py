@@ -115,6 +115,18 @@ def test_an_array_that_is_moved_twice_is_freed_once_at_the_end(whole, mesh):
     assert source.is_deleted() and keys.is_deleted()
 
 
+@pytest.mark.parametrize("size", [1 << 10, 1 << 19])  # what stays in place is copied, or taken over
+@pytest.mark.parametrize("groups", [(0, 0), (0, 3), (2, 3)])
+def test_two_arrays_of_one_memory_both_arrive(whole, mesh, size, groups):
+    params = jax.device_put(np.arange(size, dtype=np.float32), NamedSharding(whole, P(None)))
+    average = jax.device_put(params, NamedSharding(whole, P()))
+    assert average is not params and pointers(average) == pointers(params)
+    targets = [MpmdSharding(mesh, group, P()) for group in groups]
+    for x in reshard.spmd_to_mpmd_reshard(mesh, [params, average], targets):
+        np.testing.assert_array_equal(x, np.arange(size, dtype=np.float32))
+    assert params.is_deleted() and average.is_deleted()
+
+
 def test_source_shards_are_freed_as_they_leave(whole, mesh, monkeypatch):
     source = jax.device_put(VALUE, NamedSharding(whole, P(("stage", "data"))), may_alias=False)
     shards = [s.data for s in source.addressable_shards]

@@ -1,7 +1,9 @@
 """Streams in one process, where both roles are: any layout to any layout, whole versions, and clear errors."""
 
+import functools
 import re
 import secrets
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -320,6 +322,35 @@ def test_a_subscriber_gets_what_is_published_by_its_name():
     assert said(lambda: reshard.publish("more", weights(), 0, address=address, token="guess")) == (
         f"publish: {address} was opened with another token."
     )
+
+
+def test_a_tree_that_cannot_be_published_opens_nothing():
+    address = f"127.0.0.1:{free_port()}"
+    publish = functools.partial(reshard.publish, address=address, token="secret")
+    text = "publish: policy: the tree does not fit:\n  ['w']: is a ndarray, not an array on devices"
+    assert said(lambda: publish("policy", {"w": np.ones(4)}, 0)) == text
+    assert said(lambda: publish("policy", {}, 0)) == "publish: policy: the tree has no arrays."
+    assert said(lambda: publish("policy", weights(), -1)).endswith("is not a whole number of 0 or more.")
+    like = {name: jax.ShapeDtypeStruct((8, 4), jnp.float32) for name in SOURCES}
+    policy = reshard.subscribe(address, like, there(), token="secret")
+    assert said(policy.receive).endswith("Connection refused")
+    publish("value", weights(), 0)
+    assert policy.receive()[1] == 0
+
+
+def test_after_an_interrupt_a_subscriber_receives_again():
+    address = f"127.0.0.1:{free_port()}"
+    reshard.publish("policy", weights(), 0, address=address, token="secret")
+    like = {name: jax.ShapeDtypeStruct((8, 4), jnp.float32) for name in SOURCES}
+    policy = reshard.subscribe(address, like, there(), token="secret")
+    assert policy.receive()[1] == 0
+    interrupt = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        policy.receive()
+    reshard.publish("policy", weights(2.0), 1, address=address, token="secret")
+    tree, version = policy.receive()
+    assert version == 1 and np.array_equal(mpmd.device_get(tree["w0"]), mpmd.device_get(weights(2.0)["w0"]))
 
 
 def test_a_publisher_of_another_version_is_told_apart():
