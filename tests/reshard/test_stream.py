@@ -3,7 +3,6 @@
 import functools
 import re
 import secrets
-import signal
 import socket
 import threading
 from pathlib import Path
@@ -338,15 +337,17 @@ def test_a_tree_that_cannot_be_published_opens_nothing():
     assert policy.receive()[1] == 0
 
 
-def test_after_an_interrupt_a_subscriber_receives_again():
+def test_after_an_interrupt_a_subscriber_receives_again(monkeypatch):
+    def interrupted(connection):
+        raise KeyboardInterrupt
+
     address = f"127.0.0.1:{free_port()}"
     reshard.publish("policy", weights(), 0, address=address, token="secret")
     like = {name: jax.ShapeDtypeStruct((8, 4), jnp.float32) for name in SOURCES}
     policy = reshard.subscribe(address, like, there(), token="secret")
     assert policy.receive()[1] == 0
-    interrupt = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
-    interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(keeper, "answer", interrupted)  # as Ctrl-C while the answer is on its way
         policy.receive()
     reshard.publish("policy", weights(2.0), 1, address=address, token="secret")
     tree, version = policy.receive()
