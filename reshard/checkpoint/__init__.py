@@ -208,6 +208,8 @@ def _check_leaves(tree: PyTree) -> None:
 def _fault_of_leaf(leaf: object) -> str | None:
     if isinstance(leaf, (jax.Array, np.ndarray)):
         return leaf_handler.fault_of_array(leaf)
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+        return f"{leaf} does not fit in 64 bits"
     if isinstance(leaf, (str, bool, int, float, np.generic)) and not isinstance(leaf, (np.bool_, np.flexible)):
         return None
     if isinstance(leaf, np.bool_):

@@ -38,7 +38,7 @@ class Working(UnfinishedFolder):
         self._is_renamed = "://" not in str(target)
         suffix = ""
         if jax.process_index() == 0:
-            if not target.exists():
+            if not (target.exists() or (self._is_renamed and target.is_symlink())):
                 suffix = f"{UNFINISHED}-{_machine():08x}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
                 self._remove_left()
             if self._is_shared:

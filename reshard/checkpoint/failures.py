@@ -35,7 +35,9 @@ def failure_of(error: BaseException, folder: File | str) -> OSError:
     chain = list(_chain(error))
     if any("DEADLINE_EXCEEDED" in str(e) or isinstance(e, TimeoutError) for e in chain):
         return TimeoutError(f"save: other processes did not take part in saving {folder}: {said(error)}")
-    return OSError(errno.EIO, f"save: it could not be written ({said(error)}); nothing was saved", str(folder))
+    known = error.errno if isinstance(error, OSError) else None
+    code = errno.ENOTDIR if known == errno.EEXIST else known or errno.EIO  # a folder could not be made: a file is there
+    return OSError(code, f"save: it could not be written ({said(error)}); nothing was saved", str(folder))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -85,12 +85,22 @@ class TensorFormat:
             divided among files as there.
         dtype: the dtype that floating-point arrays are cast to, such as `"bfloat16"`; None: as they are.
         file_size: the largest size of a file.
+
+    Raises:
+        ReshardError: `dtype` is no dtype, or `file_size` no number of bytes.
     """
 
     mapping: str | File | Mapping | None = None
     files_of: str | File | None = None
     dtype: DTypeLike | None = None
     file_size: int | str = FILE_NBYTES
+
+    def __post_init__(self) -> None:
+        try:
+            jnp.dtype(self.dtype)
+            nbytes_of(self.file_size)
+        except (TypeError, ValueError) as error:
+            raise ReshardError(f"TensorFormat: {error}") from None
 
 
 def save_tensors(working: Working, tree: PyTree, how: TensorFormat, timeout_s: int, written: list[int]) -> None:

@@ -188,8 +188,17 @@ def check_target(what: str, folder: File) -> None:
 
 
 def absolute(path: str | os.PathLike[str]) -> File:
-    """Returns a folder's path: absolute, unless it is in an object store (`gs://…`); its methods are the same."""
-    return epath.Path(path) if "://" in str(path) else File(path).expanduser().absolute()  # pyright: ignore
+    """Returns a folder's path: absolute, unless it is in an object store (`gs://…`); its methods are the same.
+
+    Raises:
+        ReshardError: no file can have this path.
+    """
+    try:
+        found = epath.Path(path) if "://" in str(path) else File(path).expanduser().absolute()
+        found.exists()
+    except (OSError, RuntimeError, ValueError, ImportError) as error:  # too long, `~nobody`, `\\0`, no library for gs://
+        raise ReshardError(f"{str(path)[:200]!r}: {getattr(error, 'strerror', None) or said(error)}.") from None
+    return found  # pyright: ignore
 
 
 def open_tree(

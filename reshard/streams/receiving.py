@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeGuard, TypeVar, overload
 
 import jax
@@ -101,14 +101,19 @@ class _ReceivePlan:
         return parts
 
     def _holders(self, leaf: int, box: Box) -> list[tuple[int, Box]]:
-        """Divides a box among senders: this process for the part that lies here, then the others, each byte once."""
+        """Divides a box among senders: this process for the part that lies here, then the others, each byte once.
+
+        Raises:
+            ReshardError: there is a part that none of them sends.
+        """
         rest, found = [box], []
         near = [] if self._near is None else [(self._near[0], b) for b in self._near[1].get(leaf, ())]
         for sender, held in (*near, *self._given.get(leaf, ())):
             common = [part for r in rest if (part := r & held).size]
             found += [(sender, part) for part in common]
             rest = [left for r in rest for left in r - held] if common else rest
-        assert not rest, f"parts that no sender gives: {rest}"
+        if rest:
+            raise ReshardError(f"no sender gives a part of tensor {leaf}, {rest[0]}: the senders' shardings differ.")
         return found
 
     def buffers(self) -> dict[tuple[int, Box], np.ndarray]:
@@ -286,9 +291,14 @@ class Subscription:
             raise ReshardError(f"{self._what}: {error}")
         if version is None or read is None:
             return None
-        with suppress(OSError):  # the version is here; the next call will notice
+        try:
             for shelf in self._shelves:
                 shelf.hold(None)
+        except OSError:  # the version is here; the next call will notice
+            pass
+        except BaseException:  # as in `_try`
+            self.close()
+            raise
         self._last = version
         plan, buffers = read
         return plan.tree(buffers), version

@@ -551,6 +551,27 @@ def test_paths_of_all_kinds_are_taken(tmp_path, monkeypatch):
         np.testing.assert_array_equal(restore(path, {"w": np.zeros(3)})["w"], np.arange(3.0))
 
 
+def test_what_cannot_be_a_path_or_a_format_is_named_and_nothing_is_made(tmp_path):
+    tree = {"w": np.arange(3)}
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotADirectoryError, match="nothing was saved"):
+        save(tmp_path / "file" / "step", tree)
+    with pytest.raises(FileExistsError, match="something already"):
+        save(tmp_path / "link", tree)
+    for path in "~nobody-of-this-name/step", "a" * 5000:
+        for call in save, restore:
+            with pytest.raises(ReshardError, match=path[:100]):
+                call(path, tree)
+    with pytest.raises(ReshardError, match="w: 1180591620717411303424 does not fit in 64 bits"):
+        save(tmp_path / "step", {"w": 2**70})
+    with pytest.raises(ReshardError, match="TensorFormat: .*'foo'"):
+        TensorFormat(dtype="foo")
+    with pytest.raises(ReshardError, match="TensorFormat: 'much' is no number of bytes"):
+        TensorFormat(file_size="much")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link"]
+
+
 def test_a_link_that_is_replaced_while_its_folder_is_read_mixes_no_versions(tmp_path):
     for name in ("1", "2"):
         save(tmp_path / name, {"w": np.zeros(4, np.float32)}, tensors=TensorFormat())
