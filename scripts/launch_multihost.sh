@@ -387,18 +387,21 @@ run_rank() {
   trap - EXIT
   exec {commands}<&- {life}<&-
   [[ -z $service_life ]] || exec {service_life}<&-
-  local rank=$1 copy out err pid status
+  local rank=$1 copy out err pid status told=''
   local -a rank_environment
   mkfifo "$work/out.$rank" "$work/err.$rank" "$work/tail.$rank"
   exec {hold}<>"$work/tail.$rank"
   if [[ -n $log_dir ]]; then
     {
-      # Appends to the new file, which may be cut off while it grows (logrotate's copytruncate).
-      { : >"$(log_file "$rank")" && cat >>"$(log_file "$rank")"; } 2>/dev/null || {
-        echo "[$rank] jax-mpmd: $(log_file "$rank") cannot be written any more" >&2
-        cat >/dev/null # reads on, so that a rank that prints does not block
-      }
-    } <"$work/tail.$rank" {hold}<&- {events}<&- &
+      # Appends to the new file, which may be cut off while it grows (logrotate's copytruncate). Where that fails (the
+      # disk is full), reads on for a while, so that a rank that prints does not block, and tries again.
+      : >"$(log_file "$rank")"
+      until cat >>"$(log_file "$rank")"; do
+        [[ -n $told ]] || echo "[$rank] jax-mpmd: $(log_file "$rank") cannot be written; tried again every 5s" >&3
+        told=yes
+        ! timeout 5 cat >/dev/null || break
+      done
+    } 3>&2 2>/dev/null <"$work/tail.$rank" {hold}<&- {events}<&- &
   else
     tail -n "$num_last_lines" <"$work/tail.$rank" >"$work/last.$rank" {hold}<&- {events}<&- &
   fi

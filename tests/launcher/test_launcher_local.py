@@ -195,7 +195,18 @@ def test_a_log_that_cannot_grow_holds_no_rank_up(tmp_path):
     program = python("for i in range(4000): print(i, 'x' * 60)")
     status, job = run("-n", 1, "--log-dir", tmp_path, *program)
     assert status == 0 and "[0] 3999 " in job.out
-    assert job.err == f"[0] jax-mpmd: {tmp_path}/rank-0.log cannot be written any more\n"
+    assert job.err == f"[0] jax-mpmd: {tmp_path}/rank-0.log cannot be written; tried again every 5s\n"
+
+
+@pytest.mark.slow
+def test_a_log_goes_on_when_it_can_be_written_again(tmp_path):
+    log = tmp_path / "rank-0.log"
+    log.symlink_to("/dev/full")
+    program = shell("echo lost; sleep 2; rm rank-0.log; for i in {0..59}; do echo $i; sleep 0.1; done")
+    status, job = run("-n", 1, "--log-dir", tmp_path, *program, cwd=tmp_path)
+    assert status == 0 and job.err.count("cannot be written") == 1
+    lines = log.read_text().splitlines()
+    assert lines == [str(i) for i in range(60 - len(lines), 60)] and len(lines) > 10
 
 
 def test_what_gloo_prints_when_processes_meet_is_left_out_and_nothing_else(tmp_path):
