@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from mpmd.observe import pace, rank_files
 
@@ -99,11 +99,10 @@ class Ledger:
         self._pid = os.getpid()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
-        self._file: TextIO = path.open("a", encoding="utf-8")  # also after somebody else has cut it off
+        self._file = path.open("ab", buffering=0)  # at its end also after somebody else has cut it off
         who = f"process {number} went, attempt {attempt}, on {socket.gethostname()}"
         begun = _clock_text(self._clock + self._at)
-        self._file.write(f"# jax-mpmd: where the seconds of {who}; begun {begun}\n")
-        self._file.flush()
+        self._file.write(f"# jax-mpmd: where the seconds of {who}; begun {begun}\n".encode())
         self._queue: SimpleQueue[_Stretch | _NotedCall | tuple[str, float] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mpmd-ledger", daemon=True)
         self._thread.start()
@@ -284,12 +283,16 @@ class Ledger:
             parts,
             " ".join(text.split()),
         ]
-        with contextlib.suppress(OSError):  # a full disk must not end the job
-            self._file.write(" | ".join(fields).rstrip() + "\n")
-            self._file.flush()
-        self._sums.clear()
-        self._steps.clear()
-        self._num_calls, self._written_at = 0, time.perf_counter()
+        self._written_at = time.perf_counter()
+        line = (" | ".join(fields).rstrip() + "\n").encode()
+        with contextlib.suppress(OSError):  # a full disk must not end the job: the next line has these sums, too
+            before = os.fstat(self._file.fileno()).st_size
+            if self._file.write(line) < len(line):
+                self._file.truncate(before)
+                return
+            self._sums.clear()
+            self._steps.clear()
+            self._num_calls = 0
 
 
 _ledgers: dict[str, Ledger | None] = {}  # the ledger of this process, by folder

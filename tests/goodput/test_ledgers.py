@@ -1,6 +1,7 @@
 """Ledgers: what a process writes adds up to its life; what is read of a job's processes, by hand."""
 
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -187,6 +188,25 @@ def test_lines_come_about_once_a_second_and_are_there_at_once(begun, tmp_path):
         call(of, 0.0, {ledger.COMPUTE: 1.0})
         time.sleep(0.01)
     assert 1 <= len(lines(tmp_path)) <= 3  # a process that is killed now has left these
+
+
+def test_what_a_full_disk_does_not_take_is_in_the_next_line(begun, tmp_path):
+    of, limits = begun(age_s=2.0), resource.getrlimit(resource.RLIMIT_FSIZE)
+    start, file = time.perf_counter(), tmp_path / "rank-0.ledger"
+    size = file.stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))  # a part of a line has room
+    try:
+        for _ in range(3):
+            of.begin_step(0)
+            call(of, 0.05, {ledger.COMPUTE: 1.0})
+            time.sleep(0.1)
+            of.event("nobody reads this")
+            time.sleep(0.1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.stat().st_size == size
+    of.close("the end")
+    assert sum(seconds(tmp_path).values()) == pytest.approx(2.0 + time.perf_counter() - start, abs=0.2)
 
 
 def test_another_thread_says_nothing(begun, tmp_path):
