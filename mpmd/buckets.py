@@ -56,19 +56,16 @@ class MicrobatchList:
     """A list of microbatches, an argument of a call.
 
     Attributes:
-      given: the list itself.
       permutation: the numbers of the microbatches in the order in which they run; None for the order of the list.
-      items: the microbatches, in the order in which they run.
       leaves, types: the leaves of each microbatch, and their types.
-      tree: the structure of each microbatch.
     """
 
     path: lists.Path
-    given: list
+    given: list  # the list itself
     permutation: tuple[int, ...] | None
-    items: list
+    items: list  # the microbatches, in the order in which they run
     leaves: list[list]
-    tree: TreeDef
+    tree: TreeDef  # the structure of each microbatch
     types: list[tuple]
 
     @classmethod
@@ -98,15 +95,11 @@ class MicrobatchList:
 
 @dataclasses.dataclass(frozen=True)
 class Bucketing:
-    """Makes the step for one microbatch of each list.
-
-    Attributes:
-      asked: the latest step for lists that a user's `.trace` returned; empty if there is none.
-    """
+    """Makes the step for one microbatch of each list."""
 
     read: Callable[[Sequence[object]], CallArguments]
     trace: Callable[[CallArguments, Mapping[int, Hint] | None], Traced]
-    asked: list[Traced]
+    asked: list[Traced]  # the latest step for lists that a user's `.trace` returned; empty if there is none
 
     @property
     def compiled(self) -> Compiled | None:
@@ -239,14 +232,10 @@ class Buckets:
 
 
 class _ListArguments(list[ArrayLike]):
-    """The flat arguments of a call with lists of microbatches, and the lists.
-
-    Attributes:
-      order: per list, the bucket of each microbatch.
-    """
+    """The flat arguments of a call with lists of microbatches, and the lists."""
 
     lists: Sequence[MicrobatchList]
-    order: Order
+    order: Order  # per list, the bucket of each microbatch
 
 
 class BucketedStep(Compiled):

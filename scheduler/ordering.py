@@ -17,16 +17,12 @@ _MOST_SHOWN = 20  # faults in the message of an error
 
 @dataclass(frozen=True, eq=False)
 class LoopTasks(Set[Task]):
-    """Every task of a loop, in kinds F, R, I and W: a set that stores a few numbers instead of millions of tasks.
-
-    Attributes:
-        recomputed: The stages that have an R.
-    """
+    """Every task of a loop, in kinds F, R, I and W: a set that stores a few numbers instead of millions of tasks."""
 
     num_stages: int
     num_microbatches: int
     forward_only: bool = False
-    recomputed: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()  # The stages that have an R
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

@@ -28,19 +28,12 @@ _FIELDS = ("mpmd_mesh", "mesh_ids", "spec", "memory_kind", "split", "split_axis"
 
 
 class GroupPart(NamedTuple):
-    """The part of an array that one group holds as one `jax.Array`.
+    """The part of an array that one group holds as one `jax.Array`."""
 
-    Attributes:
-        key: the group if it holds the whole array, or its range (start, stop) of a split array.
-        group: the group.
-        offset: the start of the part, on each array axis.
-        shape: its shape.
-    """
-
-    key: Key
-    group: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    key: Key  # the group if it holds the whole array, or its range (start, stop) of a split array
+    group: int  # the group
+    offset: tuple[int, ...]  # the start of the part, on each array axis
+    shape: tuple[int, ...]  # its shape
 
     @property
     def rows_text(self) -> str:

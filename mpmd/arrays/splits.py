@@ -26,13 +26,11 @@ class Split:
     """Which group has which rows of an array.
 
     Attributes:
-        axis: the array axis that is split.
-        groups: the groups that have a part, ascending.
         given: the ranges as the user gave them, sorted by their start; None splits evenly, in the order of `groups`.
     """
 
-    axis: int
-    groups: tuple[int, ...]
+    axis: int  # the array axis that is split
+    groups: tuple[int, ...]  # the groups that have a part, ascending
     given: tuple[Range, ...] | None = None
 
     def ranges(self, num_rows: int) -> tuple[Range, ...]:

@@ -82,14 +82,12 @@ class DistinctProgram:
     Attributes:
       program: the program to compile, on the first mesh of this process that needs it, else the first of all; its
         shardings may be on another mesh of that shape.
-      family: programs of one family may run as parts of each other.
-      parts: other programs that it runs as, if any.
     """
 
     threads: Threads
     program: compat.XlaProgram
-    family: str
-    parts: "Parts | None" = None
+    family: str  # programs of one family may run as parts of each other
+    parts: "Parts | None" = None  # other programs that it runs as, if any
     loaded: dict[Mesh, Any] = dataclasses.field(default_factory=dict)  # a Future until it is ready
     _first: Future | None = None  # of a `LoadedProgram`, or of None if the stored program cannot be loaded
 
@@ -250,11 +248,10 @@ class Executable:
     """A program on one group's devices, perhaps still being compiled.
 
     Attributes:
-      name: its name in the step; an equal program may have been compiled under another name.
       in_shardings, out_shardings: shardings on the group's mesh.
     """
 
-    name: str
+    name: str  # its name in the step; an equal program may have been compiled under another name
     mesh: Mesh
     compiled: DistinctProgram
     in_shardings: tuple[NamedSharding, ...]
@@ -284,16 +281,13 @@ class Parts:
 
     Attributes:
       takes: per program, positions of its arguments among the arguments of the whole and all results so far.
-      results: positions of the whole's results.
-      inner: the position of the part that other programs share.
-      nbytes: bytes on each device that parts pass to each other.
     """
 
     programs: tuple[DistinctProgram, ...]
     takes: tuple[tuple[int, ...], ...]
-    results: tuple[int, ...]
-    inner: int
-    nbytes: int
+    results: tuple[int, ...]  # positions of the whole's results
+    inner: int  # the position of the part that other programs share
+    nbytes: int  # bytes on each device that parts pass to each other
 
     @classmethod
     def whole(cls, program: DistinctProgram) -> "Parts":

@@ -34,30 +34,21 @@ class TaskProgram:
     """A task's body and executable: constants, [index], operands, reads, accumulators -> accumulators, writes.
 
     JAX gives the memory of donated arguments to results of their type in order: accumulators come first.
-
-    Attributes:
-      constants: arguments of this task that differ between tasks that run the same program.
     """
 
     body: TaskBody
     executable: Executable | None
-    constants: tuple[np.generic, ...] = ()
+    constants: tuple[np.generic, ...] = ()  # arguments of this task that differ between tasks that run the same program
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopProgram:
-    """The executables of a loop.
-
-    Attributes:
-      tasks: one per stage and kind.
-      fused: one per pair of tasks that the schedule asks to run as one.
-      zeros: per group with accumulators, the executable that makes them.
-    """
+    """The executables of a loop."""
 
     loop: Loop
-    tasks: dict[Place, TaskProgram]
-    fused: dict[tuple[Place, Place], Executable]
-    zeros: dict[int, Executable]
+    tasks: dict[Place, TaskProgram]  # one per stage and kind
+    fused: dict[tuple[Place, Place], Executable]  # one per pair of tasks that the schedule asks to run as one
+    zeros: dict[int, Executable]  # per group with accumulators, the executable that makes them
 
     @property
     def executables(self) -> dict[Place, Executable]:
@@ -71,9 +62,6 @@ class StepPrograms:
 
     Attributes:
       constants: per segment, the first arguments of its executable; they differ between segments that share it.
-      donated: per segment, the variables that its executable takes over.
-      layouts: spec and memory kind of each variable.
-      name: the name of the user's function.
     """
 
     outline: Outline
@@ -81,10 +69,10 @@ class StepPrograms:
     compiler: Compiler
     segments: dict[str, Executable]
     constants: dict[str, tuple[np.generic, ...]]
-    donated: dict[str, frozenset[compat.Var]]
+    donated: dict[str, frozenset[compat.Var]]  # per segment, the variables that its executable takes over
     loops: tuple[LoopProgram, ...]
-    layouts: dict[compat.Var, Layout]
-    name: str = "step"
+    layouts: dict[compat.Var, Layout]  # spec and memory kind of each variable
+    name: str = "step"  # the name of the user's function
 
     @functools.cached_property
     def named(self) -> dict[str, Executable]:

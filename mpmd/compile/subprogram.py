@@ -30,11 +30,10 @@ class ReuseRule(NamedTuple):
     Attributes:
       independent: whether the part and the rest may share no value that floats are rounded with. They may share arrays
         of integers, and keys.
-      by_leaves: whether the program is an update, with leaves that may be separate programs.
     """
 
     independent: bool
-    by_leaves: bool = False
+    by_leaves: bool = False  # whether the program is an update, with leaves that may be separate programs
 
 
 TASKS = ReuseRule(independent=False)
@@ -54,15 +53,10 @@ class Subprogram:
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """A program in pieces.
+    """A program in pieces."""
 
-    Attributes:
-      pieces: the pieces, in the order in which they run.
-      inner: the position of the piece that is the program that was sought.
-    """
-
-    pieces: tuple[Subprogram, ...]
-    inner: int
+    pieces: tuple[Subprogram, ...]  # the pieces, in the order in which they run
+    inner: int  # the position of the piece that is the program that was sought
 
     @property
     def is_independent(self) -> bool:

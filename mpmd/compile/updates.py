@@ -21,46 +21,29 @@ _FEW = 1024  # the most numbers that are packed into one array
 
 
 class LeafUpdate(NamedTuple):
-    """A part of an update that reads no value of another leaf.
-
-    Attributes:
-      donate: positions of the arguments that it may take over and that nothing else reads.
-      kind: a key, equal for leaves that one program can update.
-    """
+    """A part of an update that reads no value of another leaf."""
 
     piece: Subprogram
     closed: compat.ClosedJaxpr
-    donate: tuple[int, ...]
-    kind: Hashable
+    donate: tuple[int, ...]  # positions of the arguments that it may take over and that nothing else reads
+    kind: Hashable  # a key, equal for leaves that one program can update
 
 
 class Update(NamedTuple):
-    """An update in its parts.
+    """An update in its parts."""
 
-    Attributes:
-      numbers: the equations that depend only on numbers.
-      leaves: the equations of each leaf.
-      last: the equations of numbers that depend on several leaves.
-    """
-
-    numbers: Subprogram
-    leaves: tuple[LeafUpdate, ...]
-    last: Subprogram
+    numbers: Subprogram  # the equations that depend only on numbers
+    leaves: tuple[LeafUpdate, ...]  # the equations of each leaf
+    last: Subprogram  # the equations of numbers that depend on several leaves
 
 
 class Instance(NamedTuple):
-    """Leaves of an update that run as one program.
+    """Leaves of an update that run as one program."""
 
-    Attributes:
-      number: the number of the update.
-      piece: the variables that the program reads and writes.
-      takes: per leaf, the positions of its arguments among the arguments of the program.
-    """
-
-    number: int
+    number: int  # the number of the update
     leaves: tuple[LeafUpdate, ...]
-    piece: Subprogram
-    takes: tuple[tuple[int, ...], ...]
+    piece: Subprogram  # the variables that the program reads and writes
+    takes: tuple[tuple[int, ...], ...]  # per leaf, the positions of its arguments among the arguments of the program
 
 
 def apart(jaxpr: compat.Jaxpr, spec: Callable[[compat.Var], Hashable], free: Sequence[compat.Var]) -> Update | None:
@@ -194,15 +177,10 @@ def _instances(taken: Sequence[tuple[int, Sequence[LeafUpdate]]]) -> list[Instan
 
 
 class _Unit(NamedTuple):
-    """Leaves that make one program.
+    """Leaves that make one program."""
 
-    Attributes:
-      kinds: the number of its leaves of each kind.
-      calls: per update, how often it calls the program.
-    """
-
-    kinds: dict[Hashable, int]
-    calls: tuple[int, ...]
+    kinds: dict[Hashable, int]  # the number of its leaves of each kind
+    calls: tuple[int, ...]  # per update, how often it calls the program
 
 
 def _units(

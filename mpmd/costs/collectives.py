@@ -25,25 +25,15 @@ _MESH_GROUPS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a program.
+    """One collective of a program."""
 
-    Attributes:
-      kind: XLA's name for it.
-      nbytes: of its result, on each device.
-      num_devices: in each of its groups.
-      num_hosts: the number of hosts of these devices (or of link domains, if those are larger).
-      times: how often a call of the program runs it.
-      is_async: whether other work may run meanwhile.
-      is_hidden: whether matrix products run meanwhile: XLA has put some between its start and its end.
-    """
-
-    kind: str
-    nbytes: int
-    num_devices: int
-    num_hosts: int = 1
-    times: int = 1
-    is_async: bool = False
-    is_hidden: bool = False
+    kind: str  # XLA's name for it
+    nbytes: int  # of its result, on each device
+    num_devices: int  # in each of its groups
+    num_hosts: int = 1  # the number of hosts of these devices (or of link domains, if those are larger)
+    times: int = 1  # how often a call of the program runs it
+    is_async: bool = False  # whether other work may run meanwhile
+    is_hidden: bool = False  # whether matrix products run meanwhile: XLA has put some between its start and its end
 
 
 def collectives_of(hlo: str, num_devices: int, hosts: Sequence[int] | None = None) -> list[Collective]:

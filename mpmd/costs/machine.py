@@ -30,25 +30,19 @@ class Machine:
     """Devices of a target, in hosts.
 
     Attributes:
-      target: the data sheet.
-      devices_per_host: the number of neighbours that reach each other by `target.link_bandwidth`.
       matrix_efficiency, memory_efficiency, link_efficiency: the part of the peak that good kernels reach. None for the
         first one uses the measurement in the target.
-      attention_efficiency: of cuDNN's attention, at most that of other products; None likewise.
-      latency_s: of each transfer and collective.
-      launch_s: of each program.
-      memory_fraction: the part of a device's memory that JAX's allocator takes. None: its default.
     """
 
-    target: Target
-    devices_per_host: int = 8
+    target: Target  # the data sheet
+    devices_per_host: int = 8  # the number of neighbours that reach each other by `target.link_bandwidth`
     matrix_efficiency: float | None = None
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
-    latency_s: float = 15e-6
-    launch_s: float = 10e-6
-    memory_fraction: float | None = None
-    attention_efficiency: float | None = None
+    latency_s: float = 15e-6  # of each transfer and collective
+    launch_s: float = 10e-6  # of each program
+    memory_fraction: float | None = None  # the part of a device's memory that JAX's allocator takes. None: its default.
+    attention_efficiency: float | None = None  # of cuDNN's attention, at most that of other products; None likewise
 
     def __post_init__(self) -> None:
         t = self.target

@@ -13,15 +13,12 @@ class SimulatedStep:
 
     Attributes:
       ran: the runs of loops in each group, with start and end: group by group, in order.
-      seconds: from the start of the step to the end of all its work.
-      busy: for each group, the seconds in which it computes.
-      exposed: for each group, the seconds in which it waits for a value that is already on its way.
     """
 
     ran: tuple[tuple[int, Run, float, float], ...]
-    seconds: float
-    busy: tuple[float, ...]
-    exposed: tuple[float, ...]
+    seconds: float  # from the start of the step to the end of all its work
+    busy: tuple[float, ...]  # for each group, the seconds in which it computes
+    exposed: tuple[float, ...]  # for each group, the seconds in which it waits for a value that is already on its way
 
     @property
     def idle_fraction(self) -> float:

@@ -19,23 +19,16 @@ class Work:
     """Operations and bytes of a program, over all devices of its group.
 
     Attributes:
-      products: operations of matrix products and convolutions, on matrix units.
-      other: all other operations.
-      nbytes: read from and written to device memory.
-      float32: the part of `products` whose operands are float32 or wider.
-      float8: the part of `products` whose operands both have eight bits.
-      recomputed: the part of `products` that `jax.checkpoint` repeats for the backward pass.
-      attention: the part of `products` in cuDNN's attention, which has other work between its products.
       between: the part of `nbytes` that belongs to no product or kernel. XLA's text is more exact (`traffic_of`).
     """
 
-    products: float = 0.0
-    other: float = 0.0
-    nbytes: float = 0.0
-    float32: float = 0.0
-    recomputed: float = 0.0
-    float8: float = 0.0
-    attention: float = 0.0
+    products: float = 0.0  # operations of matrix products and convolutions, on matrix units
+    other: float = 0.0  # all other operations
+    nbytes: float = 0.0  # read from and written to device memory
+    float32: float = 0.0  # the part of `products` whose operands are float32 or wider
+    recomputed: float = 0.0  # the part of `products` that `jax.checkpoint` repeats for the backward pass
+    float8: float = 0.0  # the part of `products` whose operands both have eight bits
+    attention: float = 0.0  # the part of `products` in cuDNN's attention, which has other work between its products
     between: float = 0.0
 
     @property

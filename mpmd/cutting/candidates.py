@@ -15,16 +15,11 @@ from mpmd.ops.stage_end import mark_p
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Marked:
-    """An equation of the body behind which (or in which) stages may end.
-
-    Attributes:
-      count: the number of candidates: 1 for a mark, the number of iterations for a scan.
-      marks: the forward marks in it.
-    """
+    """An equation of the body behind which (or in which) stages may end."""
 
     eqn: compat.JaxprEqn
-    count: int
-    marks: tuple[compat.JaxprEqn, ...]
+    count: int  # the number of candidates: 1 for a mark, the number of iterations for a scan
+    marks: tuple[compat.JaxprEqn, ...]  # the forward marks in it
 
     @property
     def is_scan(self) -> bool:

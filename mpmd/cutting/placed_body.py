@@ -39,15 +39,11 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlacedBody:
-    """The body of a loop, without its marks. The place of a node is the number of its span and `F` or `B`.
-
-    Attributes:
-      input_grads: values of backward nodes that an earlier span waits for.
-    """
+    """The body of a loop, without its marks. The place of a node is the number of its span and `F` or `B`."""
 
     body: Body
     spans: tuple[Span, ...]
-    input_grads: frozenset[compat.Var]
+    input_grads: frozenset[compat.Var]  # values of backward nodes that an earlier span waits for
 
     @property
     def num_units(self) -> int:

@@ -24,15 +24,10 @@ Cut = Sequence[Rows | None]
 
 @dataclasses.dataclass(frozen=True)
 class WholeStack:
-    """A stacked value that an equation needs as a whole, from all groups that have rows of it.
+    """A stacked value that an equation needs as a whole, from all groups that have rows of it."""
 
-    Attributes:
-      aval: its type.
-      reader: the equation that needs it; None for a result.
-    """
-
-    aval: compat.Aval
-    reader: compat.JaxprEqn | None
+    aval: compat.Aval  # its type
+    reader: compat.JaxprEqn | None  # the equation that needs it; None for a result
 
     def __str__(self):
         e = self.reader

@@ -29,17 +29,14 @@ class SplitStep:
     """A step on pieces of arrays.
 
     Attributes:
-      whole: the user's step.
-      trace: the step on pieces; each piece is an argument (a result), in a tuple that replaces the array.
       ins, outs: the cut of each argument and result of the user's step; None for whole ones.
-      joins: the stacked values that are needed as a whole.
     """
 
-    whole: Trace
-    trace: Trace
+    whole: Trace  # the user's step
+    trace: Trace  # the step on pieces; each piece is an argument (a result), in a tuple that replaces the array
     ins: tuple[Rows | None, ...]
     outs: tuple[Rows | None, ...]
-    joins: tuple[WholeStack, ...] = ()
+    joins: tuple[WholeStack, ...] = ()  # the stacked values that are needed as a whole
 
     @functools.cached_property
     def in_positions(self) -> tuple[range, ...]:

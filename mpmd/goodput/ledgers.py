@@ -36,15 +36,11 @@ _ABOUT = {
 
 
 class LedgerLine(NamedTuple):
-    """A line of a process: its time (seconds since 1970), the seconds by part since the line before, and an event.
-
-    Attributes:
-      steps: the first and the last of the steps that ended; None outside of `mpmd.resilient`.
-    """
+    """A line of a process: its time (seconds since 1970), the seconds by part since the line before, and an event."""
 
     at: float
     parts: dict[str, float]
-    steps: tuple[int, int] | None
+    steps: tuple[int, int] | None  # the first and the last of the steps that ended; None outside of `mpmd.resilient`
     text: str
 
 
@@ -76,17 +72,15 @@ class JobLedger:
     Attributes:
       seconds: the seconds by part, of all processes together, including the time in which a rank had no process.
       begun, end: the begin of the first process and the end of the last one, in seconds since 1970.
-      num_spares: the number of all spares that have waited, also one after the other.
-      events: the events with their times.
     """
 
     num_ranks: int
-    num_spares: int
+    num_spares: int  # the number of all spares that have waited, also one after the other
     num_restarts: int
     seconds: dict[str, float]
     begun: float
     end: float
-    events: tuple[str, ...]
+    events: tuple[str, ...]  # the events with their times
 
     @property
     def total(self) -> float:

@@ -23,36 +23,26 @@ class FailureInputs:
     """The inputs of a prediction.
 
     Attributes:
-      gpus: the number of GPUs that compute.
-      failures_per_day: the number of failures that stop the job.
-      step_s: seconds of a step.
-      checkpoint_every_s: training time from one checkpoint on disk to the next.
-      checkpoint_s: how long each checkpoint holds up the training.
-      copy_s: how long the copies in memory hold up a step.
-      detect_s: seconds from a failure until all processes know of it.
       restart_s, from_memory_s, in_place_s: seconds from then until the next step begins, with the state from disk, from
         memory, and with a spare in the place.
-      spares: the number of GPUs that wait.
-      gpus_per_host: a failure takes a host, and a spare host takes its place.
-      host_repair_h: hours until a host that has failed is a spare again.
 
     Raises:
       ValueError: some numbers are impossible; the message names all of them.
     """
 
-    gpus: int
-    failures_per_day: float
-    step_s: float = 10.0
-    checkpoint_every_s: float = 3600.0
-    checkpoint_s: float = 30.0
-    copy_s: float = 0.0
-    detect_s: float = 30.0
+    gpus: int  # the number of GPUs that compute
+    failures_per_day: float  # the number of failures that stop the job
+    step_s: float = 10.0  # seconds of a step
+    checkpoint_every_s: float = 3600.0  # training time from one checkpoint on disk to the next
+    checkpoint_s: float = 30.0  # how long each checkpoint holds up the training
+    copy_s: float = 0.0  # how long the copies in memory hold up a step
+    detect_s: float = 30.0  # seconds from a failure until all processes know of it
     restart_s: float = 600.0
     from_memory_s: float = 300.0
     in_place_s: float = 60.0
-    spares: int = 0
-    gpus_per_host: int = 8
-    host_repair_h: float = 24.0
+    spares: int = 0  # the number of GPUs that wait
+    gpus_per_host: int = 8  # a failure takes a host, and a spare host takes its place
+    host_repair_h: float = 24.0  # hours until a host that has failed is a spare again
 
     def __post_init__(self):
         above = {"gpus", "step_s", "checkpoint_every_s", "gpus_per_host"}
@@ -65,23 +55,14 @@ class FailureInputs:
 
 
 class TimeShares(NamedTuple):
-    """Shares of the time of all GPUs, including spares. They add up to 1.
+    """Shares of the time of all GPUs, including spares. They add up to 1."""
 
-    Attributes:
-      useful: steps that count.
-      stopped: from failures until the job is back.
-      repeated: steps done again.
-      saving: held up by checkpoints on disk.
-      copying: held up by copies in memory.
-      idle: spares.
-    """
-
-    useful: float
-    stopped: float
-    repeated: float
-    saving: float
-    copying: float
-    idle: float
+    useful: float  # steps that count
+    stopped: float  # from failures until the job is back
+    repeated: float  # steps done again
+    saving: float  # held up by checkpoints on disk
+    copying: float  # held up by copies in memory
+    idle: float  # spares
 
 
 def shares(inputs: FailureInputs, *, in_memory: bool, in_place: bool) -> TimeShares:

@@ -24,17 +24,11 @@ Params = dict[str, Any]
 
 
 class Factor(NamedTuple):
-    """One axis along which an equation can be done piece by piece.
+    """One axis along which an equation can be done piece by piece."""
 
-    Attributes:
-      ins: per operand, the axis that is cut, or None.
-      outs: per result, the axis that is cut, or None.
-      combine: combines the results of two pieces, where no result is cut.
-    """
-
-    ins: tuple[int | None, ...]
-    outs: tuple[int | None, ...]
-    combine: Combine | None = None
+    ins: tuple[int | None, ...]  # per operand, the axis that is cut, or None
+    outs: tuple[int | None, ...]  # per result, the axis that is cut, or None
+    combine: Combine | None = None  # combines the results of two pieces, where no result is cut
 
 
 def factors(eqn: compat.JaxprEqn) -> list[Factor]:

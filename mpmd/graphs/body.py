@@ -27,18 +27,14 @@ class Node:
     """An equation, and the results of the passes so far. Nodes are compared by identity.
 
     Attributes:
-      per_microbatch: whether it runs in the loop; otherwise it runs before the loop.
-      backward: whether it belongs to the backward pass.
-      place: where it runs; None while it floats.
-      clonable: whether each reader may compute it again.
       arrivals: the place that the last mark before an operand begins, for operands that came through marks.
     """
 
     eqn: compat.JaxprEqn
-    per_microbatch: bool = True
-    backward: bool = False
-    place: Place | None = None
-    clonable: bool = False
+    per_microbatch: bool = True  # whether it runs in the loop; otherwise it runs before the loop
+    backward: bool = False  # whether it belongs to the backward pass
+    place: Place | None = None  # where it runs; None while it floats
+    clonable: bool = False  # whether each reader may compute it again
     arrivals: dict[compat.Var, Place] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -54,18 +50,12 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Body:
-    """A loop's equations in order. A pass takes a body and returns another one; `print(body)` shows it.
-
-    Attributes:
-      index: the microbatch index.
-      outvars: what one microbatch returns.
-      operands: variables of the step that the loop reads.
-    """
+    """A loop's equations in order. A pass takes a body and returns another one; `print(body)` shows it."""
 
     nodes: tuple[Node, ...]
-    index: compat.Var
-    outvars: tuple[Atom, ...]
-    operands: frozenset[compat.Var]
+    index: compat.Var  # the microbatch index
+    outvars: tuple[Atom, ...]  # what one microbatch returns
+    operands: frozenset[compat.Var]  # variables of the step that the loop reads
 
     @classmethod
     def of(cls, eqn: compat.JaxprEqn) -> "Body":

@@ -25,17 +25,11 @@ _LAST_RESORT = 1 << 60  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class KeptBytes:
-    """Bytes that are held so that the rest can read a value.
+    """Bytes that are held so that the rest can read a value."""
 
-    Attributes:
-      known: of some variables; any other variable costs the bytes of its type, `times` over.
-      times: how often the divided equations run, in the loops around them.
-      scalars: whether a scalar can be held; a `shard_map` cannot return one.
-    """
-
-    known: Mapping[compat.Var, int]
-    times: int = 1
-    scalars: bool = True
+    known: Mapping[compat.Var, int]  # of some variables; any other variable costs the bytes of its type, `times` over
+    times: int = 1  # how often the divided equations run, in the loops around them
+    scalars: bool = True  # whether a scalar can be held; a `shard_map` cannot return one
 
     def of(self, atom: Atom) -> int:
         """Returns the bytes of a variable; a literal costs nothing."""
@@ -82,17 +76,12 @@ def _ruled(eqn: compat.JaxprEqn, cut: "_Urgent | _Late", costs: KeptBytes) -> Ha
 
 
 class _Divided(NamedTuple):
-    """The equations that come first, with all that they read, and the others.
-
-    Attributes:
-      needed: the values that the first equations read and return.
-      late: for `_Late`, all values that depend on a late operand.
-    """
+    """The equations that come first, with all that they read, and the others."""
 
     first: list[compat.JaxprEqn]
     rest: list[compat.JaxprEqn]
-    needed: Collection[Atom] = ()
-    late: Collection[Atom] = ()
+    needed: Collection[Atom] = ()  # the values that the first equations read and return
+    late: Collection[Atom] = ()  # for `_Late`, all values that depend on a late operand
 
     def makes_later(self, atom: Atom) -> bool:
         """Returns whether the rest makes a value."""
@@ -265,16 +254,11 @@ def _closed_scan(loop: OpenLoop) -> compat.JaxprEqn:
 
 
 class _Slot(NamedTuple):
-    """A result of the urgent call that the rest reads.
-
-    Attributes:
-      inner: the value in each body; not all bodies have one.
-      is_new: whether the call returns it only for the rest.
-    """
+    """A result of the urgent call that the rest reads."""
 
     outer: compat.Var
-    inner: dict[int, compat.Var]
-    is_new: bool = True
+    inner: dict[int, compat.Var]  # the value in each body; not all bodies have one
+    is_new: bool = True  # whether the call returns it only for the rest
 
 
 def _call(eqn: compat.JaxprEqn, cut: _Urgent | _Late, costs: KeptBytes) -> Halves | None:

@@ -18,16 +18,13 @@ class Marks:
     """The marks of a loop's body.
 
     Attributes:
-      number: the boundary of each mark: forward, backward and tangent ones.
-      forward: the forward ones, in the order of the text.
-      labels: the name of each stage, which the mark at its end sets, or None.
       roles: the group of each stage, if stages are roles, which run where they are written; else None.
     """
 
     num_stages: int
-    number: dict[Node, int]
-    forward: tuple[Node, ...]
-    labels: tuple[str | None, ...]
+    number: dict[Node, int]  # the boundary of each mark: forward, backward and tangent ones
+    forward: tuple[Node, ...]  # the forward ones, in the order of the text
+    labels: tuple[str | None, ...]  # the name of each stage, which the mark at its end sets, or None
     roles: tuple[int, ...] | None = None
 
     @classmethod

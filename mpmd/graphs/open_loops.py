@@ -42,11 +42,10 @@ class OpenLoop:
     """A `scan` or `while`: its operands, carries and stacks, and the equations of an iteration.
 
     Attributes:
-      eqn: the original loop, for what is not in a part (the length, the user's line).
       test: the condition of a `while`, on `test_consts` and the carries of the original loop.
     """
 
-    eqn: compat.JaxprEqn
+    eqn: compat.JaxprEqn  # the original loop, for what is not in a part (the length, the user's line)
     consts: Sequence[Operand]
     carry: Sequence[Carry]
     rows: Sequence[Operand]

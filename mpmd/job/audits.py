@@ -34,53 +34,40 @@ Sign = Mapping[int, str]
 
 
 class Finding(NamedTuple):
-    """A group that differs from the others.
+    """A group that differs from the others."""
 
-    Attributes:
-      groups: the faulty group; both groups where two differ and no third one decides.
-      devices: their devices that differ, as numbers in the group.
-      at_rest: whether arrays have changed while they stayed in the memory of the group.
-    """
-
-    groups: tuple[int, ...]
-    devices: tuple[int, ...]
-    at_rest: bool = False
+    groups: tuple[int, ...]  # the faulty group; both groups where two differ and no third one decides
+    devices: tuple[int, ...]  # their devices that differ, as numbers in the group
+    at_rest: bool = False  # whether arrays have changed while they stayed in the memory of the group
 
 
 class Audit(NamedTuple):
     """One instruction that several groups have run.
 
     Attributes:
-      key: a key that no other audit of the job has.
-      what: the instruction, the step and the call, for people.
       owners: per group, the process of each of its devices. The group of the step comes first.
-      names: per group, the name of each of its devices.
       found: per group of this process, a function that waits for the digests of its own devices and returns them.
-      job: None where all groups are this process's.
-      epoch: the epoch of the job in which the instruction ran.
     """
 
-    key: str
-    what: str
+    key: str  # a key that no other audit of the job has
+    what: str  # the instruction, the step and the call, for people
     owners: Mapping[int, Sequence[int]]
-    names: Mapping[int, Sequence[str]]
+    names: Mapping[int, Sequence[str]]  # per group, the name of each of its devices
     found: Mapping[int, Callable[[], Sign]]
-    job: Job | None
-    epoch: int = 0
+    job: Job | None  # None where all groups are this process's
+    epoch: int = 0  # the epoch of the job in which the instruction ran
 
 
 class Look(NamedTuple):
     """A comparison of arrays of this process with their earlier bits. Nobody may change them in place.
 
     Attributes:
-      what: the arrays, for people.
       changed: waits for the comparison; returns the names of devices with a changed array, with their groups.
-      job: None where all groups are this process's.
     """
 
-    what: str
+    what: str  # the arrays, for people
     changed: Callable[[], Sequence[str]]
-    job: Job | None
+    job: Job | None  # None where all groups are this process's
 
 
 class Lying(Protocol):

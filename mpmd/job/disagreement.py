@@ -18,15 +18,10 @@ _SAME_CALLS = (
 
 
 class Disagreement(NamedTuple):
-    """How the calls of ranks differ.
+    """How the calls of ranks differ."""
 
-    Attributes:
-      rank: a rank that differs from most others.
-      text: the difference, first in one line.
-    """
-
-    rank: int
-    text: str
+    rank: int  # a rank that differs from most others
+    text: str  # the difference, first in one line
 
 
 def disagreement(said: Mapping[int, Sequence]) -> Disagreement | None:

@@ -25,28 +25,23 @@ class Note:
     """A rank's note of one call. The main thread makes the note; another thread reads the values.
 
     Attributes:
-      did: the action of the rank in words: `called train`.
-      program: a number of the called program, the same in all ranks.
-      step: the number of the step on this rank, as the watchdog counts.
       names, types: the names and types of all arguments; a type is an array type or a text.
       fixed: everything else that defines the call, in words by name, such as static arguments `{"mode": "as 'train'"}`.
       structure: the structure of all arguments, in words by name; reported where nothing else differs.
       values: by position, the rank's values from its host; several pieces of one argument in order. Nobody changes
         them any more. None stands for a value that is not compared. `read` releases them.
-      makers: for each argument, the number of the call result that it is; 0 if no call returned it.
-      numbers: for each value that was read, its position and its number.
     """
 
-    did: str
-    program: int = 0
-    step: int = 0
+    did: str  # the action of the rank in words: `called train`
+    program: int = 0  # a number of the called program, the same in all ranks
+    step: int = 0  # the number of the step on this rank, as the watchdog counts
     names: Sequence[str] = ()
     types: Sequence[ShapedArray | str] = ()
     values: Values = ()
-    makers: Sequence[int] = ()
+    makers: Sequence[int] = ()  # for each argument, the number of the call result that it is; 0 if no call returned it
     fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     structure: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    numbers: Sequence[int] = ()
+    numbers: Sequence[int] = ()  # for each value that was read, its position and its number
 
     def nbytes(self) -> int:
         """Returns the bytes of all values."""

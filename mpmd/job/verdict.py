@@ -34,18 +34,12 @@ OVER = ("finished", "failed")
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """A wait of a rank, and its length in seconds.
+    """A wait of a rank, and its length in seconds."""
 
-    Attributes:
-      what: a value, an agreement or an instruction.
-      ranks: the ranks that are waited for; none if this rank's own devices have to compute the value.
-      number: the number of a value, which its sender knows too.
-    """
-
-    what: str
-    ranks: tuple[int, ...]
+    what: str  # a value, an agreement or an instruction
+    ranks: tuple[int, ...]  # the ranks that are waited for; none if this rank's own devices have to compute the value
     for_s: float
-    number: int | None = None
+    number: int | None = None  # the number of a value, which its sender knows too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,42 +48,29 @@ class Board:
 
     Attributes:
       rank, host, pid: the rank and its process.
-      machine: a key that is equal for processes that see each other's pids.
-      started: the process's start, in the kernel's ticks; distinguishes processes that had the same pid.
-      phase: idle (in the user's code), compiling, agreeing, step, reading, finished, failed.
       step, position: the step and the instruction in it that were dispatched last.
-      doing: that instruction in words, or the error of a failed rank.
       still_s: seconds since anything moved here: an instruction, a value that came, a value that was computed.
-      wait: the current wait.
-      sent: numbers of values that others wait for although this rank has sent them.
-      callback: the user's function that JAX has been calling on the host for a while.
-      raised: the first error of such a function. It may reach other ranks before this one.
-      line: the line of the user's code that the main thread has been in for a while: `train.py:62 in load`.
-      door: the address at which the kernel answers other machines for this process.
-      stacks: the number of the file for its stacks.
-      goes_on: the rank is in `mpmd.resilient`, and continues there when others are lost and replaced.
-      pace: how fast its devices are in `mpmd.resilient`, where slow processes are replaced.
     """
 
     rank: int
     host: str = ""
     pid: int = 0
-    machine: str = ""
-    started: int = 0
-    phase: str = "idle"
+    machine: str = ""  # a key that is equal for processes that see each other's pids
+    started: int = 0  # the process's start, in the kernel's ticks; distinguishes processes that had the same pid
+    phase: str = "idle"  # idle (in the user's code), compiling, agreeing, step, reading, finished, failed
     step: int = 0
     position: int = 0
-    doing: str = ""
+    doing: str = ""  # that instruction in words, or the error of a failed rank
     still_s: float = 0.0
-    wait: Wait | None = None
-    sent: tuple[int, ...] = ()
-    callback: str = ""
-    raised: str = ""
-    line: str = ""
-    door: str = ""
-    stacks: int = -1
-    goes_on: bool = False
-    pace: Pace | None = None
+    wait: Wait | None = None  # the current wait
+    sent: tuple[int, ...] = ()  # numbers of values that others wait for although this rank has sent them
+    callback: str = ""  # the user's function that JAX has been calling on the host for a while
+    raised: str = ""  # the first error of such a function. It may reach other ranks before this one.
+    line: str = ""  # the line of the user's code that the main thread has been in for a while: `train.py:62 in load`
+    door: str = ""  # the address at which the kernel answers other machines for this process
+    stacks: int = -1  # the number of the file for its stacks
+    goes_on: bool = False  # the rank is in `mpmd.resilient`, and continues there when others are lost and replaced
+    pace: Pace | None = None  # how fast its devices are in `mpmd.resilient`, where slow processes are replaced
 
     def to_json(self) -> dict[str, object]:
         """Returns plain data, for the key-value store."""
@@ -109,14 +90,13 @@ class View:
     """A board as another rank sees it.
 
     Attributes:
-      silent_s: seconds since the board last changed.
       process: the state of the process by its kernel: running, stopped, gone, or unknown (another machine). A live
         process that publishes nothing is held (by C code that has Python's lock), or mute (on another machine: held or
         stopped).
     """
 
     board: Board
-    silent_s: float = 0.0
+    silent_s: float = 0.0  # seconds since the board last changed
     process: str = "unknown"
 
     @property

@@ -38,14 +38,10 @@ class Wire(Protocol):
     All processes make their sends and receives in one common order (in a step, the order of `scheduler.merge`). So a
     call may block until the other end makes its own call, without a deadlock; it never blocks until the value is
     computed. A sent buffer must not be deleted or donated before the receiver has it.
-
-    Attributes:
-      name: the part of JAX that does it, for `explain()`.
-      is_ordered: whether only their order tells transfers apart.
     """
 
-    name: str
-    is_ordered: bool
+    name: str  # the part of JAX that does it, for `explain()`
+    is_ordered: bool  # whether only their order tells transfers apart
 
     def send(self, number: int, array: jax.Array, target: Device) -> None:
         """Sends an array of this process under a number that is used once."""

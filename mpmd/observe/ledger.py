@@ -54,19 +54,15 @@ class _NotedCall(NamedTuple):
     """A call of a step.
 
     Attributes:
-      part: the part of the whole call; empty if the call is to be divided.
-      waits: arrays that are ready when the devices have done the call.
       divide: divides a measured call, from its begin to its end, into seconds by part; None for other calls.
-      shares: the share of each part in this program's calls; `divide` updates them.
-      step: the step of the loop; None outside of a loop.
     """
 
-    part: str
+    part: str  # the part of the whole call; empty if the call is to be divided
     begin: float
-    waits: Sequence[Any]
+    waits: Sequence[Any]  # arrays that are ready when the devices have done the call
     divide: Callable[[float, float], Mapping[str, float]] | None
-    shares: dict[str, float]
-    step: int | None
+    shares: dict[str, float]  # the share of each part in this program's calls; `divide` updates them
+    step: int | None  # the step of the loop; None outside of a loop
     before: str
 
 

@@ -23,15 +23,10 @@ _MOST_WORKS = 1024  # kinds of work with kept samples; four shapes in lists of 1
 
 
 class Pace(NamedTuple):
-    """How fast a process is at the moment.
+    """How fast a process is at the moment."""
 
-    Attributes:
-      usual_s: the seconds that its devices usually compute in a call like the last one.
-      ratios: each of the last samples, as a multiple of the usual time for its work.
-    """
-
-    usual_s: float
-    ratios: tuple[float, ...]
+    usual_s: float  # the seconds that its devices usually compute in a call like the last one
+    ratios: tuple[float, ...]  # each of the last samples, as a multiple of the usual time for its work
 
 
 class History:

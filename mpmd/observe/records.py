@@ -24,26 +24,21 @@ class Ran(NamedTuple):
     """A program that ran. Times are in seconds, on the clock of the job.
 
     Attributes:
-      name: the name of the program.
-      tasks: the tasks of a loop in it; none for other work.
       dispatched, returned: when the process began and ended the dispatch.
-      start: when the devices could begin: all inputs were there, and the program before had ended.
-      ready: when its last input was there.
-      by: the transfer that brought this input, if one did.
     """
 
     step: int
     rank: int
     group: int
-    name: str
-    tasks: tuple[Task, ...]
+    name: str  # the name of the program
+    tasks: tuple[Task, ...]  # the tasks of a loop in it; none for other work
     loop: int
     dispatched: float
     returned: float
-    start: float
+    start: float  # when the devices could begin: all inputs were there, and the program before had ended
     end: float
-    ready: float
-    by: Way | None
+    ready: float  # when its last input was there
+    by: Way | None  # the transfer that brought this input, if one did
 
     @property
     def title(self) -> str:
@@ -52,34 +47,25 @@ class Ran(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A value that came to a group.
-
-    Attributes:
-      start: when the sender had it and this process asked for it.
-      microbatch: its microbatch; None outside of loops.
-    """
+    """A value that came to a group."""
 
     step: int
     rank: int
     way: Way
     nbytes: int
     dispatched: float
-    start: float
+    start: float  # when the sender had it and this process asked for it
     end: float
-    microbatch: int | None
+    microbatch: int | None  # its microbatch; None outside of loops
 
 
 class Sent(NamedTuple):
-    """A value that left for a group of other processes.
-
-    Attributes:
-      at: when it was computed and offered.
-    """
+    """A value that left for a group of other processes."""
 
     step: int
     rank: int
     way: Way
-    at: float
+    at: float  # when it was computed and offered
 
 
 class RecordedTimes(NamedTuple):

@@ -154,14 +154,10 @@ class _One:
 
 @dataclasses.dataclass(frozen=True)
 class _AboutList:
-    """The static part of `Microbatches` as a pytree.
-
-    Attributes:
-      counted: the number of microbatches, if the trace is for this number alone.
-    """
+    """The static part of `Microbatches` as a pytree."""
 
     path: Path
-    counted: int | None
+    counted: int | None  # the number of microbatches, if the trace is for this number alone
     num_microbatches: int = dataclasses.field(compare=False)
 
     def __repr__(self):

@@ -50,18 +50,16 @@ class LoopInfo:
     """The parameters of a microbatch loop's equation, except its body.
 
     Attributes:
-      schedule: as the user gave it; None for a loop without a pipeline.
       cuts: how many layers each stage gets, as given or as chosen; None if marks alone determine where stages end.
       doubt: a description of a microbatch that may be a row of a batch; else None.
-      path: of the argument that is the list of its microbatches, if there is one.
     """
 
-    schedule: Schedule | str | None
+    schedule: Schedule | str | None  # as the user gave it; None for a loop without a pipeline
     num_microbatches: int
     operations: tuple[Operation, ...]
     cuts: tuple[int, ...] | None = None
     doubt: str | None = dataclasses.field(default=None, compare=False)
-    path: lists.Path | None = None
+    path: lists.Path | None = None  # of the argument that is the list of its microbatches, if there is one
 
     def __str__(self):
         operations = ", ".join(map(str, self.operations))

@@ -29,15 +29,10 @@ from mpmd.tracing.new_equations import Atom, Equations, copy_equations, trace_eq
 
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
-    """One reduced value of the loop, built up inside the task that produces it.
+    """One reduced value of the loop, built up inside the task that produces it."""
 
-    Attributes:
-      value: the variable of the loop's body that is accumulated, at `place`.
-      result: the variable, outside of the loop, of the last accumulator.
-    """
-
-    value: Atom
-    result: compat.Var
+    value: Atom  # the variable of the loop's body that is accumulated, at `place`
+    result: compat.Var  # the variable, outside of the loop, of the last accumulator
     operation: Operation
     place: Place
 
@@ -68,14 +63,12 @@ class _Linear(NamedTuple):
     Attributes:
       apply: the equation, on a value that may have another shape (without an earlier padding), and on `operands`.
       waits: whether it runs after the loop: it pads a slice's gradient with zeros, moves rows, or reads `operands`.
-      commutes: whether it may also run before a step that waits.
-      operands: its other inputs, which are the same for all microbatches.
     """
 
     apply: Callable[..., jax.Array]
     waits: bool = False
-    commutes: bool = False
-    operands: tuple[compat.Var, ...] = ()
+    commutes: bool = False  # whether it may also run before a step that waits
+    operands: tuple[compat.Var, ...] = ()  # its other inputs, which are the same for all microbatches
 
 
 class _Summand(NamedTuple):

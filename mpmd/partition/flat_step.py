@@ -30,24 +30,15 @@ Asked = Sequence[Groups | None]
 
 @dataclasses.dataclass(frozen=True)
 class FlatStep:
-    """The items of a step, in order, and the requirements on its arguments and results.
-
-    Attributes:
-      items: equations, and loops with their equations before and after them; dead ones are dropped.
-      outvars: the flat results.
-      in_groups: per input (captured constants first), the groups that must hold it, or None.
-      out_groups: per result, the groups that must hold it, or None.
-      donors: per result, the input that it replaces, or None.
-      everywhere: all groups.
-    """
+    """The items of a step, in order, and the requirements on its arguments and results."""
 
     trace: Trace
-    items: tuple[Item, ...]
-    outvars: tuple[compat.Var, ...]
-    in_groups: tuple[Groups | None, ...]
-    out_groups: tuple[Groups | None, ...]
-    donors: tuple[int | None, ...]
-    everywhere: Groups
+    items: tuple[Item, ...]  # equations, and loops with their equations before and after them; dead ones are dropped
+    outvars: tuple[compat.Var, ...]  # the flat results
+    in_groups: tuple[Groups | None, ...]  # per input (captured constants first), the groups that must hold it, or None
+    out_groups: tuple[Groups | None, ...]  # per result, the groups that must hold it, or None
+    donors: tuple[int | None, ...]  # per result, the input that it replaces, or None
+    everywhere: Groups  # all groups
 
     @classmethod
     def of(

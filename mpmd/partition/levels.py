@@ -16,20 +16,13 @@ END = 1 << 30  # the level of reads of the step's results
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A step, and the groups that run it.
-
-    Attributes:
-      runs: per item, the groups that run the equation; empty for loops.
-      inputs: per input, the groups that hold it.
-      outputs: per result, the groups that hold it.
-      committed: per result, whether a placed value determines where it is.
-    """
+    """A step, and the groups that run it."""
 
     step: FlatStep
-    runs: tuple[Groups, ...]
-    inputs: tuple[Groups, ...]
-    outputs: tuple[Groups, ...]
-    committed: tuple[bool, ...]
+    runs: tuple[Groups, ...]  # per item, the groups that run the equation; empty for loops
+    inputs: tuple[Groups, ...]  # per input, the groups that hold it
+    outputs: tuple[Groups, ...]  # per result, the groups that hold it
+    committed: tuple[bool, ...]  # per result, whether a placed value determines where it is
 
     def __str__(self):
         items = zip(self.step.items, self.runs, strict=True)
@@ -41,13 +34,11 @@ class Levels:
     """The level of each item in each group that runs it; loops have levels of their own.
 
     Attributes:
-      runs: per equation (by its position among the items) and group, its level.
-      loops: per loop (by its position), its level.
       made: per variable, the groups that have it without a transfer, each with the first level where it is ready.
     """
 
-    runs: dict[tuple[int, int], int]
-    loops: dict[int, int]
+    runs: dict[tuple[int, int], int]  # per equation (by its position among the items) and group, its level
+    loops: dict[int, int]  # per loop (by its position), its level
     made: dict[compat.Var, dict[int, int]]
 
     def __str__(self):

@@ -21,17 +21,13 @@ class Local(NamedTuple):
     """The plan by which an equation that sums over sharded axes runs on each device's rows.
 
     Attributes:
-      in_specs: per operand, its spec.
-      out_spec: the spec of the parts.
-      axes: the mesh axes that are summed over.
-      manual: the mesh axes that these specs use.
       gathered: per operand, the spec to constrain it to before that; None: it stays as it is.
     """
 
-    in_specs: tuple[PartitionSpec, ...]
-    out_spec: PartitionSpec
-    axes: Axes
-    manual: set[str]
+    in_specs: tuple[PartitionSpec, ...]  # per operand, its spec
+    out_spec: PartitionSpec  # the spec of the parts
+    axes: Axes  # the mesh axes that are summed over
+    manual: set[str]  # the mesh axes that these specs use
     gathered: tuple[PartitionSpec | None, ...]
 
 

@@ -48,20 +48,16 @@ class TaskBody:
     """The equations of one task, and the values that it exchanges; the same for every microbatch.
 
     Attributes:
-      eqns: the equations, in order; cheap ones may be in several tasks.
-      operands: loop operands (parameters, whole batches) that it reads.
       reads, writes: values of the same microbatch from and for other tasks.
-      accumulates: positions in `LoopPartition.accumulators`.
-      uses_index: whether it needs the microbatch index.
     """
 
     place: Place
-    eqns: tuple[compat.JaxprEqn, ...]
-    operands: tuple[compat.Var, ...]
+    eqns: tuple[compat.JaxprEqn, ...]  # the equations, in order; cheap ones may be in several tasks
+    operands: tuple[compat.Var, ...]  # loop operands (parameters, whole batches) that it reads
     reads: tuple[compat.Var, ...]
     writes: tuple[compat.Var, ...]
-    accumulates: tuple[int, ...]
-    uses_index: bool
+    accumulates: tuple[int, ...]  # positions in `LoopPartition.accumulators`
+    uses_index: bool  # whether it needs the microbatch index
 
     @property
     def is_empty(self) -> bool:
@@ -71,11 +67,7 @@ class TaskBody:
 
 @dataclasses.dataclass(frozen=True)
 class LoopPartition:
-    """A loop, cut. `before` runs once ahead of it, `after` makes the loop's results from the accumulators.
-
-    Attributes:
-      labels: per stage, the name that the user gave it, or None.
-    """
+    """A loop, cut. `before` runs once ahead of it, `after` makes the loop's results from the accumulators."""
 
     info: ScheduledLoop
     index: compat.Var
@@ -84,7 +76,7 @@ class LoopPartition:
     before: tuple[compat.JaxprEqn, ...]
     after: tuple[compat.JaxprEqn, ...]
     names: dict[compat.Var, str]
-    labels: tuple[str | None, ...]
+    labels: tuple[str | None, ...]  # per stage, the name that the user gave it, or None
 
     def recomputing(self, orders: Orders) -> Orders:
         """Adds `R` to the orders of its schedule, where stages have one."""

@@ -58,14 +58,11 @@ class Loop:
     """A pipelined loop between the segments.
 
     Its operands must be in place when it starts; its accumulators are made in place by the executor.
-
-    Attributes:
-      orders: per group, its tasks in order, as computed once by the schedule.
     """
 
     number: int
     partition: LoopPartition
-    orders: Orders = dataclasses.field(repr=False)
+    orders: Orders = dataclasses.field(repr=False)  # per group, its tasks in order, as computed once by the schedule
 
     @property
     def schedule(self) -> Schedule:
@@ -92,25 +89,16 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Outline:
-    """The whole step, placed.
-
-    Attributes:
-      inputs: per flat argument (and captured constant, first), the groups that must have it.
-      outputs: per flat result, its variable and the groups that hold it.
-      items: segments, transfers and loops in one global order.
-      donors: per flat result, the flat argument that it replaces, or None.
-      committed: per flat result, whether a placed value determines where it is.
-      packed: vectors of scalars that cross together, each with its number of scalars.
-    """
+    """The whole step, placed."""
 
     trace: Trace
-    inputs: tuple[Groups, ...]
-    outputs: tuple[tuple[compat.Var, Groups], ...]
-    items: tuple[Segment | OutlineTransfer | Loop, ...]
-    donors: tuple[int | None, ...]
+    inputs: tuple[Groups, ...]  # per flat argument (and captured constant, first), the groups that must have it
+    outputs: tuple[tuple[compat.Var, Groups], ...]  # per flat result, its variable and the groups that hold it
+    items: tuple[Segment | OutlineTransfer | Loop, ...]  # segments, transfers and loops in one global order
+    donors: tuple[int | None, ...]  # per flat result, the flat argument that it replaces, or None
     names: dict[compat.Var, str]
-    committed: tuple[bool, ...]
-    packed: dict[compat.Var, int]
+    committed: tuple[bool, ...]  # per flat result, whether a placed value determines where it is
+    packed: dict[compat.Var, int]  # vectors of scalars that cross together, each with its number of scalars
 
     @property
     def loops(self) -> list[Loop]:

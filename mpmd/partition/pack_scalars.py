@@ -26,18 +26,14 @@ class Packed(NamedTuple):
     """Transfers with packed scalars, and the equations that pack and unpack them.
 
     Attributes:
-      transfers: all transfers that remain.
-      last: per (level, group), equations that a segment runs at its end.
       first: per (level, group), equations that a segment runs at its beginning.
-      readers: per (packed vector, group), the level at which it is read.
-      sizes: per packed vector, its number of scalars.
     """
 
-    transfers: list[OutlineTransfer]
-    last: dict[tuple[int, int], list[compat.JaxprEqn]]
+    transfers: list[OutlineTransfer]  # all transfers that remain
+    last: dict[tuple[int, int], list[compat.JaxprEqn]]  # per (level, group), equations that a segment runs at its end
     first: dict[tuple[int, int], list[compat.JaxprEqn]]
-    readers: Readers
-    sizes: dict[compat.Var, int]
+    readers: Readers  # per (packed vector, group), the level at which it is read
+    sizes: dict[compat.Var, int]  # per packed vector, its number of scalars
 
 
 def pack_scalars(

@@ -43,15 +43,11 @@ Wanted = Mapping[Atom, frozenset[str]]
 
 
 class Partial(NamedTuple):
-    """A value as parts that add up to it, one for each device along mesh axes, stacked on a leading axis.
-
-    Attributes:
-      mesh: the mesh that is set where the parts are made; inside of `auto_axes`, no type may have it.
-    """
+    """A value as parts that add up to it, one for each device along mesh axes, stacked on a leading axis."""
 
     parts: compat.Var
     axes: Axes
-    mesh: AbstractMesh
+    mesh: AbstractMesh  # the mesh that is set where the parts are made; inside of `auto_axes`, no type may have it
 
 
 def sum_once(

@@ -96,17 +96,11 @@ def hold_loop_arguments(step: FlatStep) -> FlatStep:
 
 
 class Pinned(NamedTuple):
-    """A step with equations that are pinned as far as their operands determine it.
+    """A step with equations that are pinned as far as their operands determine it."""
 
-    Attributes:
-      step: the step; control flow over several groups is cut into one part for each.
-      pins: per item, the groups that may run it; None for loops, and where any group would do.
-      held: the same by variable, with the reasons.
-    """
-
-    step: FlatStep
-    pins: list[Groups | None]
-    held: Pins
+    step: FlatStep  # the step; control flow over several groups is cut into one part for each
+    pins: list[Groups | None]  # per item, the groups that may run it; None for loops, and where any group would do
+    held: Pins  # the same by variable, with the reasons
 
 
 def pin_by_operands(step: FlatStep) -> Pinned:

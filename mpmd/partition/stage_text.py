@@ -28,18 +28,15 @@ class StageGroups:
     """The stages of the equations in a step without a loop, and the group of each stage.
 
     Attributes:
-      stage: per equation (by its results), the stage in which it stands.
       arrivals: per equation, for operands that passed a mark, the stage that the last such mark begins.
       with_weights: the equations (by their first results) that read weights of their stage, directly or derived.
-      groups: per stage, its group.
-      firm: per stage, whether its role or placed weights determine the group.
     """
 
-    stage: dict[compat.Var, int]
+    stage: dict[compat.Var, int]  # per equation (by its results), the stage in which it stands
     arrivals: dict[compat.Var, dict[compat.Var, int]]
     with_weights: set[compat.Var]
-    groups: list[int]
-    firm: list[bool]
+    groups: list[int]  # per stage, its group
+    firm: list[bool]  # per stage, whether its role or placed weights determine the group
 
     @classmethod
     def of(cls, trace: Trace, held: Mapping[compat.Var, Groups | None], num_groups: int) -> "StageGroups | None":
@@ -90,21 +87,14 @@ class StageGroups:
 
 @dataclasses.dataclass
 class _Line:
-    """An equation, with its operands as they were before marks.
-
-    Attributes:
-      stage: the stage in which it stands; for a mark, the stage that it ends.
-      arrived: for operands that passed a mark, the stage that the last such mark begins.
-      is_derived: whether it depends on no mark.
-      is_free: whether readers determine its stage: it is derived, or is made from gradients.
-    """
+    """An equation, with its operands as they were before marks."""
 
     eqn: compat.JaxprEqn
     operands: list[compat.Var]
-    stage: int | None
-    arrived: dict[compat.Var, int]
-    is_derived: bool
-    is_free: bool
+    stage: int | None  # the stage in which it stands; for a mark, the stage that it ends
+    arrived: dict[compat.Var, int]  # for operands that passed a mark, the stage that the last such mark begins
+    is_derived: bool  # whether it depends on no mark
+    is_free: bool  # whether readers determine its stage: it is derived, or is made from gradients
 
 
 def _lines(eqns: Sequence[compat.JaxprEqn], num_stages: int) -> list[_Line]:

@@ -14,21 +14,13 @@ _VERSIONS = 2  # one whole, one on its way
 
 @dataclasses.dataclass(frozen=True)
 class CopiesPlan:
-    """Copies of the state after a step.
+    """Copies of the state after a step."""
 
-    Attributes:
-      copies: how many other hosts keep each part too.
-      state_nbytes: bytes of the state, each part once.
-      host_nbytes: memory of the host that keeps most.
-      sent_nbytes: the most bytes that a host sends after a step.
-      seconds: the time to send these over all network cards of the host.
-    """
-
-    copies: int
-    state_nbytes: int
-    host_nbytes: int
-    sent_nbytes: int
-    seconds: float
+    copies: int  # how many other hosts keep each part too
+    state_nbytes: int  # bytes of the state, each part once
+    host_nbytes: int  # memory of the host that keeps most
+    sent_nbytes: int  # the most bytes that a host sends after a step
+    seconds: float  # the time to send these over all network cards of the host
 
     def text(self, step_s: float) -> str:
         """Returns one line. `step_s` is the time of a step."""

@@ -21,17 +21,12 @@ from scheduler.task import Kind, Task
 
 @dataclasses.dataclass(frozen=True)
 class TaskCost:
-    """The cost of one call of a program.
-
-    Attributes:
-      seconds: the sum of compute and collectives, except collectives that matrix products hide.
-      collective_s: the part of the collectives.
-    """
+    """The cost of one call of a program."""
 
     work: Work
     collectives: tuple[Collective, ...]
-    seconds: float
-    collective_s: float
+    seconds: float  # the sum of compute and collectives, except collectives that matrix products hide
+    collective_s: float  # the part of the collectives
 
 
 class StepCosts:

@@ -17,17 +17,11 @@ COLUMNS = 150  # of a terminal
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """The picture of a simulated loop.
+    """The picture of a simulated loop."""
 
-    Attributes:
-      timeline: all planned tasks of the loop.
-      shown: the same loop, perhaps with fewer microbatches.
-      microbatches: the number of shown microbatches.
-    """
-
-    timeline: Timeline
-    shown: Timeline
-    microbatches: int
+    timeline: Timeline  # all planned tasks of the loop
+    shown: Timeline  # the same loop, perhaps with fewer microbatches
+    microbatches: int  # the number of shown microbatches
 
     def __str__(self) -> str:
         rows = [line.rpartition("| ")[0] or line for line in str(self.shown).splitlines()[1:]]

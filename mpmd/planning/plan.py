@@ -34,48 +34,36 @@ class GroupPlan:
     """The plan of a group of the step.
 
     Attributes:
-      stages: the stages that it runs.
-      memory: bytes on each device, by kind, and the `peak` of all.
-      largest: the largest arguments, with their bytes on each device.
       sent: for each other group, the number of values and bytes that go there in a step, from all devices.
       tasks, pairs: the costs of one task of each kind and stage, and of two tasks that run as one (`"F3+B4"`).
-      once: the collectives outside of tasks, which run once a step.
       busy_s, exposed_s: seconds of a step in which it computes, and in which it waits for a transfer.
-      savings: estimates of changes that would need less memory.
     """
 
     group: int
     num_devices: int
-    stages: tuple[int, ...]
-    memory: dict[str, int]
-    largest: tuple[tuple[str, int], ...]
+    stages: tuple[int, ...]  # the stages that it runs
+    memory: dict[str, int]  # bytes on each device, by kind, and the `peak` of all
+    largest: tuple[tuple[str, int], ...]  # the largest arguments, with their bytes on each device
     sent: dict[int, tuple[int, int]]
     tasks: dict[str, TaskCost]
     pairs: dict[str, TaskCost]
-    once: tuple[Collective, ...]
+    once: tuple[Collective, ...]  # the collectives outside of tasks, which run once a step
     busy_s: float
     exposed_s: float
-    savings: tuple[Saving, ...]
+    savings: tuple[Saving, ...]  # estimates of changes that would need less memory
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopPlan:
-    """The plan of a pipelined loop of the step.
-
-    Attributes:
-      num_shapes: the number of shapes of its microbatches.
-      cuts: how many layers each stage gets; None where the user's marks end stages.
-      even_cuts: the even cut, where the library chose `cuts`.
-      seconds: from the start of its first task to the end of its last one.
-    """
+    """The plan of a pipelined loop of the step."""
 
     number: int
     schedule: str
     num_microbatches: int
-    num_shapes: int
-    cuts: tuple[int, ...] | None
-    even_cuts: tuple[int, ...] | None
-    seconds: float
+    num_shapes: int  # the number of shapes of its microbatches
+    cuts: tuple[int, ...] | None  # how many layers each stage gets; None where the user's marks end stages
+    even_cuts: tuple[int, ...] | None  # the even cut, where the library chose `cuts`
+    seconds: float  # from the start of its first task to the end of its last one
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,15 +20,13 @@ class Unpipelined:
 
     Attributes:
       compute_s, communication_s: seconds of a step; the longer one is its time.
-      peak: bytes on each device.
-      rows: the rows of the batch, which have to be divided among the devices.
     """
 
     num_devices: int
     compute_s: float
     communication_s: float
-    peak: int
-    rows: int
+    peak: int  # bytes on each device
+    rows: int  # the rows of the batch, which have to be divided among the devices
 
     @property
     def seconds(self) -> float:

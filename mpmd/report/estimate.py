@@ -26,15 +26,11 @@ from scheduler import Call, Program, Run
 
 
 class Draft(NamedTuple):
-    """A step that is not compiled: its program, and its estimated bytes.
-
-    Attributes:
-      temporaries: estimates the bytes of an instruction beside its arguments and results.
-    """
+    """A step that is not compiled: its program, and its estimated bytes."""
 
     program: Program
     sizes: Sizes
-    temporaries: Callable[[Run | Call], int]
+    temporaries: Callable[[Run | Call], int]  # estimates the bytes of an instruction beside its arguments and results
 
     def memory(self) -> dict[int, dict[str, int]]:
         """Returns estimates for every group, like `memory.measured`."""

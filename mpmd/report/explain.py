@@ -20,19 +20,12 @@ from scheduler.optimize.cuts import Cut
 
 
 class StepTraffic(NamedTuple):
-    """The calls and transfers of one process (or of all of them) in a step.
+    """The calls and transfers of one process (or of all of them) in a step."""
 
-    Attributes:
-      num_calls: the number of calls of executables.
-      num_moves: the number of transfers that the process takes part in.
-      bytes_moved: the bytes of these transfers.
-      transport: how values go between groups.
-    """
-
-    num_calls: int
-    num_moves: int
-    bytes_moved: int
-    transport: str
+    num_calls: int  # the number of calls of executables
+    num_moves: int  # the number of transfers that the process takes part in
+    bytes_moved: int  # the bytes of these transfers
+    transport: str  # how values go between groups
 
     @classmethod
     def of_all(cls, program: Program, transport: str, shares: Shares) -> "StepTraffic":

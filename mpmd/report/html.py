@@ -33,21 +33,14 @@ _TOOLS = (
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The content of the page.
-
-    Attributes:
-      explanation: the text of `explain()`.
-      estimate: the bytes per device of each group, as estimated before compiling.
-      profile: the measurement; None if there is none.
-      shares: the shares of the microbatches of lists.
-    """
+    """The content of the page."""
 
     programs: StepPrograms
     program: Program
-    explanation: str
-    estimate: Mapping[int, Mapping[str, int]]
-    profile: Profile | None
-    shares: Shares
+    explanation: str  # the text of `explain()`
+    estimate: Mapping[int, Mapping[str, int]]  # the bytes per device of each group, as estimated before compiling
+    profile: Profile | None  # the measurement; None if there is none
+    shares: Shares  # the shares of the microbatches of lists
 
 
 def report_page(facts: Facts) -> str:

@@ -29,23 +29,18 @@ class LoopFacts:
     """The facts about a pipelined loop in a profile.
 
     Attributes:
-      placement: the group of each stage.
-      reads: the stages that each stage exchanges values with; None for a chain.
-      orders: the planned tasks of each group, in order.
-      shapes: the shape of each microbatch; "" for all microbatches of arrays.
       flops: the operations of a task by stage and kind, on all devices of its group; for a list, the mean over its
         microbatches.
-      labels: the name of each stage; empty if it has none.
     """
 
     number: int
     schedule: str
-    placement: tuple[int, ...]
-    reads: Reads | None
-    orders: Orders
-    shapes: tuple[str, ...]
+    placement: tuple[int, ...]  # the group of each stage
+    reads: Reads | None  # the stages that each stage exchanges values with; None for a chain
+    orders: Orders  # the planned tasks of each group, in order
+    shapes: tuple[str, ...]  # the shape of each microbatch; "" for all microbatches of arrays
     flops: Mapping[tuple[int, str], float]
-    labels: tuple[str, ...]
+    labels: tuple[str, ...]  # the name of each stage; empty if it has none
 
     @property
     def num_microbatches(self) -> int:
@@ -55,23 +50,14 @@ class LoopFacts:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Profile:
-    """A measurement by `Compiled.profile`. `str()` lists the parts of the time and their reasons.
+    """A measurement by `Compiled.profile`. `str()` lists the parts of the time and their reasons."""
 
-    Attributes:
-      name: the name of the step.
-      steps: the measured steps, in order.
-      ranks: the processes of each group.
-      loops: the pipelined loops of the step.
-      clock_error_s: the largest error of the difference between the clocks of two processes.
-      result: the result of the last step, as a call returns it.
-    """
-
-    name: str
-    steps: tuple[Step, ...]
-    ranks: tuple[tuple[int, ...], ...]
-    loops: tuple[LoopFacts, ...]
-    clock_error_s: float
-    result: PyTree = None
+    name: str  # the name of the step
+    steps: tuple[Step, ...]  # the measured steps, in order
+    ranks: tuple[tuple[int, ...], ...]  # the processes of each group
+    loops: tuple[LoopFacts, ...]  # the pipelined loops of the step
+    clock_error_s: float  # the largest error of the difference between the clocks of two processes
+    result: PyTree = None  # the result of the last step, as a call returns it
 
     @functools.cached_property
     def typical(self) -> Step:
@@ -156,17 +142,11 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class TimeShare:
-    """A part of the time of a loop, and its cause.
+    """A part of the time of a loop, and its cause."""
 
-    Attributes:
-      seconds: the seconds of the part; the parts of a loop add up to the measured time.
-      name: the cause in a few words.
-      detail: a detail to look at; may be empty.
-    """
-
-    seconds: float
-    name: str
-    detail: str = ""
+    seconds: float  # the seconds of the part; the parts of a loop add up to the measured time
+    name: str  # the cause in a few words
+    detail: str = ""  # a detail to look at; may be empty
 
 
 def _lines(profile: Profile) -> Iterator[str]:

@@ -25,23 +25,14 @@ from scheduler import Call, Costs, Program, Run, Task, Value
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MicrobatchFigures:
-    """The figures of a microbatch.
+    """The figures of a microbatch."""
 
-    Attributes:
-      costs: seconds and bytes of its tasks, by the roofline.
-      works: the work of each task that computes something.
-      sent: bytes that go from the tasks of a stage and kind to a group.
-      kept: bytes that all stages keep for its backward, over all devices.
-      data: bytes of its own arrays.
-      rows: the length of their first axis.
-    """
-
-    costs: Costs
-    works: Mapping[Place, Work]
-    sent: Mapping[tuple[tuple[int, str], int], int]
-    kept: int
-    data: int
-    rows: int
+    costs: Costs  # seconds and bytes of its tasks, by the roofline
+    works: Mapping[Place, Work]  # the work of each task that computes something
+    sent: Mapping[tuple[tuple[int, str], int], int]  # bytes that go from the tasks of a stage and kind to a group
+    kept: int  # bytes that all stages keep for its backward, over all devices
+    data: int  # bytes of its own arrays
+    rows: int  # the length of their first axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +40,12 @@ class ListFigures:
     """The figures of a list's microbatches.
 
     Attributes:
-      largest: the microbatch that the step is described for.
       producers: the stage and kind of the task that makes a value, by the name of the value.
-      microbatches: all microbatches; microbatches of one shape are the same object.
     """
 
-    largest: MicrobatchFigures
+    largest: MicrobatchFigures  # the microbatch that the step is described for
     producers: Mapping[str, tuple[int, str]]
-    microbatches: tuple[MicrobatchFigures, ...]
+    microbatches: tuple[MicrobatchFigures, ...]  # all microbatches; microbatches of one shape are the same object
 
     @property
     def costs(self) -> Costs:

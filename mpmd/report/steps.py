@@ -11,34 +11,21 @@ from mpmd.observe.records import Moved, Ran, RecordedTimes, Way
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """The time of a group in a step, in seconds; the parts add up to the step's length.
+    """The time of a group in a step, in seconds; the parts add up to the step's length."""
 
-    Attributes:
-      busy: a program ran.
-      waiting: nothing to do until another group had computed what came next: the bubble.
-      exposed: the next input was computed, and on its way.
-      late: everything was there, but the process had not started the program yet.
-    """
-
-    busy: float
-    waiting: float
-    exposed: float
-    late: float
+    busy: float  # a program ran
+    waiting: float  # nothing to do until another group had computed what came next: the bubble
+    exposed: float  # the next input was computed, and on its way
+    late: float  # everything was there, but the process had not started the program yet
 
 
 class Waited(NamedTuple):
-    """A run of a group, and the group's waits before it: for another group, a transfer, its host, in this order.
-
-    Attributes:
-      free: when the run before had ended.
-      offered: when another group had computed the last input.
-      there: when this input was there; the host then let the group wait until the run's start.
-    """
+    """A run of a group, and the group's waits before it: for another group, a transfer, its host, in this order."""
 
     run: Ran
-    free: float
-    offered: float
-    there: float
+    free: float  # when the run before had ended
+    offered: float  # when another group had computed the last input
+    there: float  # when this input was there; the host then let the group wait until the run's start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +34,12 @@ class Step:
 
     Attributes:
       runs, moves: the runs and transfers of all ranks.
-      sent: when the value of each transfer was offered.
-      num_groups: the number of groups.
     """
 
     runs: tuple[Ran, ...]
     moves: tuple[Moved, ...]
-    sent: Mapping[Way, float]
-    num_groups: int
+    sent: Mapping[Way, float]  # when the value of each transfer was offered
+    num_groups: int  # the number of groups
 
     @functools.cached_property
     def start(self) -> float:

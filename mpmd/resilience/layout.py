@@ -31,19 +31,15 @@ class KeptLeaf:
     """A leaf of a state as it is kept.
 
     Attributes:
-      name: its path in the tree.
-      kind: `SHARED`, or the kind of each process's own leaf.
       shape, dtype: the shape and the name of the dtype of its data; the data of typed keys are integers.
-      key: the implementation of typed keys, or None.
-      weak: whether it is a JAX array of a weak type.
     """
 
-    name: str
-    kind: str
+    name: str  # its path in the tree
+    kind: str  # `SHARED`, or the kind of each process's own leaf
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    key: str | None = None
-    weak: bool = False
+    key: str | None = None  # the implementation of typed keys, or None
+    weak: bool = False  # whether it is a JAX array of a weak type
 
     @property
     def text(self) -> str:
@@ -58,16 +54,13 @@ class KeptPiece:
     """A box of a leaf that this process keeps.
 
     Attributes:
-      leaf: the number of the leaf.
-      box: the box in the data of the leaf.
-      held: the box of the array that the piece is cut from.
       part, device: the key of this array's part in an `MpmdArray` (else 0), and its device; None for an own leaf.
       offset, nbytes: its place in the record.
     """
 
-    leaf: int
-    box: Box
-    held: Box
+    leaf: int  # the number of the leaf
+    box: Box  # the box in the data of the leaf
+    held: Box  # the box of the array that the piece is cut from
     part: Key | None
     device: Device | None
     offset: int

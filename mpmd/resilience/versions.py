@@ -14,16 +14,13 @@ class Stored(NamedTuple):
     """One record, and its place.
 
     Attributes:
-      attempt: how often the launcher had restarted the job; all records of a version have the same attempt.
-      call: the number of the call of `resilient` in the program.
-      step: the record is a part of the result of this step.
       owner, num_ranks: the rank that has kept it, and the number of ranks at that time.
       keeper, number: the keeper that has it, and its number there.
     """
 
-    attempt: int
-    call: int
-    step: int
+    attempt: int  # how often the launcher had restarted the job; all records of a version have the same attempt
+    call: int  # the number of the call of `resilient` in the program
+    step: int  # the record is a part of the result of this step
     owner: int
     num_ranks: int
     keeper: Address
@@ -31,15 +28,11 @@ class Stored(NamedTuple):
 
 
 class Version(NamedTuple):
-    """A whole state.
-
-    Attributes:
-      records: for each rank that the job had, the copies of its record.
-    """
+    """A whole state."""
 
     step: int
     attempt: int
-    records: tuple[tuple[Stored, ...], ...]
+    records: tuple[tuple[Stored, ...], ...]  # for each rank that the job had, the copies of its record
 
 
 def stored(answers: Mapping[Address, Iterable[Mapping[str, int]]]) -> list[Stored]:

@@ -84,13 +84,12 @@ class _OwnStep(NamedTuple):
 
     Attributes:
       places: for each instruction of the call, its position in the order of `scheduler.merge` of the program.
-      dealt: names of the arguments that differ between microbatches.
     """
 
     programs: StepPrograms
     program: Program
     places: Sequence[int]
-    dealt: frozenset[str]
+    dealt: frozenset[str]  # names of the arguments that differ between microbatches
 
 
 class _Drawn(NamedTuple):

@@ -32,20 +32,16 @@ class Bindings:
     """All instructions of this process.
 
     Attributes:
-      template: the slots before a step; microbatch indices and other constants are filled in.
       inputs, outputs: per flat argument (result) of the step, groups and slots.
-      num_pieces: the number of pieces that all processes exchange in a step.
-      slots: the slot numbers of values.
-      places: per instruction, its position in the order of `scheduler.merge`.
     """
 
     instructions: Sequence[BoundInstruction]
-    template: SlotValues
+    template: SlotValues  # the slots before a step; microbatch indices and other constants are filled in
     inputs: list[list[tuple[int, int]]]
     outputs: list[list[tuple[int, int]]]
-    num_pieces: int
-    slots: "Slots"
-    places: list[int]
+    num_pieces: int  # the number of pieces that all processes exchange in a step
+    slots: "Slots"  # the slot numbers of values
+    places: list[int]  # per instruction, its position in the order of `scheduler.merge`
 
     def finish(self) -> None:
         """Waits for all programs."""

@@ -39,32 +39,23 @@ class BoundInstruction:
     """One instruction of this process.
 
     Attributes:
-      code: RUN, MOVE (to another group of this process), ALIAS (the same devices), SEND or RECV (another process).
       act: the callable. RUN: from arrays to arrays; MOVE: from an array to an array; SEND and RECV: takes an array or
         None, and the number of the step's first piece; ALIAS: None. Before `Bindings.finish`, RUN has an `Executable`.
       reads, writes: slots; several for RUN, else one or None.
-      group: the group that it belongs to.
-      text: the instruction in words.
-      tasks: the tasks that a RUN runs.
-      frees: slots that are dead afterwards.
-      donates: slots of the buffers that a RUN takes over.
-      loop: the loop of the tasks.
-      crossing: the value that a transfer moves.
-      executable: the executable of a RUN.
     """
 
-    code: int
+    code: int  # RUN, MOVE (to another group of this process), ALIAS (the same devices), SEND or RECV (another process)
     act: Any
     reads: Any
     writes: Any
-    group: int
-    text: str
-    tasks: tuple[Task, ...] = ()
-    frees: tuple[int, ...] = ()
-    donates: tuple[int, ...] = ()
-    loop: int = 0
-    crossing: Crossing | None = None
-    executable: Executable | None = None
+    group: int  # the group that it belongs to
+    text: str  # the instruction in words
+    tasks: tuple[Task, ...] = ()  # the tasks that a RUN runs
+    frees: tuple[int, ...] = ()  # slots that are dead afterwards
+    donates: tuple[int, ...] = ()  # slots of the buffers that a RUN takes over
+    loop: int = 0  # the loop of the tasks
+    crossing: Crossing | None = None  # the value that a transfer moves
+    executable: Executable | None = None  # the executable of a RUN
 
     def __post_init__(self):
         if self.code == RUN and self.executable is None:  # a copy made after `Bindings.finish` has it already

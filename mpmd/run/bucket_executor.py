@@ -41,16 +41,11 @@ NUM_ORDERS = 64
 
 
 class MicrobatchArray(NamedTuple):
-    """One array of one microbatch.
+    """One array of one microbatch."""
 
-    Attributes:
-      argument: the name of the argument that stands for it in the program.
-      name: the name of the array itself.
-    """
-
-    argument: str
+    argument: str  # the name of the argument that stands for it in the program
     microbatch: int
-    name: str
+    name: str  # the name of the array itself
     aval: compat.Aval
     sharding: MpmdSharding
 
@@ -113,19 +108,13 @@ class _Picked(Sequence[BoundInstruction]):
 
 
 class _Prepared(NamedTuple):
-    """The instructions of calls with microbatches in one order.
-
-    Attributes:
-      arguments: their names and types.
-      number: the number of the order, the same in all processes.
-      kept: positions of the instructions among all instructions of the plan.
-    """
+    """The instructions of calls with microbatches in one order."""
 
     bindings: Bindings
     instructions: list[Instruction]
-    arguments: tuple[list[str], list[compat.Aval]]
-    number: int
-    kept: np.ndarray
+    arguments: tuple[list[str], list[compat.Aval]]  # their names and types
+    number: int  # the number of the order, the same in all processes
+    kept: np.ndarray  # positions of the instructions among all instructions of the plan
 
 
 class BucketExecutor(Executor):

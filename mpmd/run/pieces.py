@@ -50,20 +50,15 @@ class Share(NamedTuple):
     """The part of one process in moving the pieces of an array.
 
     Attributes:
-      num_pieces: the number of pieces of all processes.
       mine: pieces that come from or go to a device of this process, in the order that all processes share.
-      sources: per device of the source sharding, the box that it holds.
-      targets: per device of this process, the box that it receives.
-      starts: per such device, the starts of its pieces in its box.
-      only: the single piece of this process, if it arrives from elsewhere and needs no assembly.
     """
 
-    num_pieces: int
+    num_pieces: int  # the number of pieces of all processes
     mine: tuple[Piece, ...]
-    sources: Mapping[Device, Box]
-    targets: Mapping[Device, Box]
-    starts: Mapping[Device, tuple[tuple[int, ...], ...]]
-    only: Piece | None
+    sources: Mapping[Device, Box]  # per device of the source sharding, the box that it holds
+    targets: Mapping[Device, Box]  # per device of this process, the box that it receives
+    starts: Mapping[Device, tuple[tuple[int, ...], ...]]  # per such device, the starts of its pieces in its box
+    only: Piece | None  # the single piece of this process, if it arrives from elsewhere and needs no assembly
 
     @property
     def sends(self) -> bool:

@@ -26,15 +26,10 @@ KINDS = IN_TURN, EARLY, FOLLOWED = range(3)
 
 
 class SumLine(NamedTuple):
-    """The tasks that add to some sums, one after the other.
+    """The tasks that add to some sums, one after the other."""
 
-    Attributes:
-      xs: the number of their list.
-      microbatches: their microbatches, in the order in which the tasks run.
-    """
-
-    xs: int
-    microbatches: tuple[int, ...]
+    xs: int  # the number of their list
+    microbatches: tuple[int, ...]  # their microbatches, in the order in which the tasks run
 
     def kinds(self, turn_of: Sequence[int]) -> tuple[list[int], dict[int, list[int]]]:
         """Returns the kind of each task and, by position, the microbatches with the next turns that have run already.
@@ -69,29 +64,18 @@ class _Adding(NamedTuple):
 
 
 class _Together(NamedTuple):
-    """The instructions of one task each in one place of a line. One table has their slots, since most calls read all.
+    """The instructions of one task each in one place of a line. One table has their slots: most calls read all."""
 
-    Attributes:
-      kept: (microbatches, columns), the slots of sums that microbatches have added before their turn.
-      columns: per instruction, its first column and the column after its last.
-    """
-
-    kept: np.ndarray
-    columns: list[tuple[int, tuple[int, int]]]
+    kept: np.ndarray  # (microbatches, columns), the slots of sums that microbatches have added before their turn
+    columns: list[tuple[int, tuple[int, int]]]  # per instruction, its first column and the column after its last
 
 
 class Change(NamedTuple):
-    """The changes that a call makes to an instruction, besides its kind.
+    """The changes that a call makes to an instruction, besides its kind."""
 
-    Attributes:
-      early: the numbers of its tasks that add before their turn; None if its kind says that.
-      late: the numbers of its tasks that add earlier sums too, once for each microbatch with such sums.
-      reads: the slots of these earlier sums.
-    """
-
-    early: list[int] | None
-    late: list[int]
-    reads: list[int]
+    early: list[int] | None  # the numbers of its tasks that add before their turn; None if its kind says that
+    late: list[int]  # the numbers of its tasks that add earlier sums too, once for each microbatch with such sums
+    reads: list[int]  # the slots of these earlier sums
 
 
 class Sums:

@@ -28,15 +28,13 @@ class Trace:
     """A traced step: the `.trace` of an `mpmd.jit` step, before anything is cut.
 
     Attributes:
-      jaxpr: one flat jaxpr; loops are `treduce` equations. Captured constants are its first inputs.
-      consts: their values.
       in_tree, out_tree: structures of `(args, kwargs)` and of the result.
       in_names, out_names: the path of each flat input and output, for messages.
       fixed: a description of static arguments, by name, and of the arguments given by keyword, for messages.
     """
 
-    jaxpr: compat.Jaxpr
-    consts: tuple
+    jaxpr: compat.Jaxpr  # one flat jaxpr; loops are `treduce` equations. Captured constants are its first inputs.
+    consts: tuple  # their values
     in_tree: TreeDef
     out_tree: TreeDef
     in_names: tuple[str, ...]

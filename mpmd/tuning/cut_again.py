@@ -18,13 +18,11 @@ class Recut(NamedTuple):
     """The prediction for a configuration from measured layers.
 
     Attributes:
-      number: the number of the configuration.
-      cuts: another cut that takes less time; None if there is no better one.
       own, costs: seconds of its tasks with its own cut, and with the other cut.
     """
 
-    number: int
-    cuts: tuple[int, ...] | None
+    number: int  # the number of the configuration
+    cuts: tuple[int, ...] | None  # another cut that takes less time; None if there is no better one
     own: Costs
     costs: Costs
 

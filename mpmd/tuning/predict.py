@@ -23,21 +23,13 @@ from scheduler import Call, Costs, Run, Value
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The predicted time and memory of a step.
+    """The predicted time and memory of a step."""
 
-    Attributes:
-      seconds: seconds of a step.
-      idle: the part of the devices' time in which they do not compute.
-      busy: the seconds in which each group computes.
-      memory: the most bytes that each device of a group needs, for each group.
-      recomputed: the stages that have to recompute their forward in the backward pass for this.
-    """
-
-    seconds: float
-    idle: float
-    busy: tuple[float, ...]
-    memory: tuple[int, ...]
-    recomputed: tuple[int, ...] = ()
+    seconds: float  # seconds of a step
+    idle: float  # the part of the devices' time in which they do not compute
+    busy: tuple[float, ...]  # the seconds in which each group computes
+    memory: tuple[int, ...]  # the most bytes that each device of a group needs, for each group
+    recomputed: tuple[int, ...] = ()  # the stages that have to recompute their forward in the backward pass for this
 
 
 class Predictor:

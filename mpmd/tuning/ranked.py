@@ -16,13 +16,6 @@ class Configuration:
     Attributes:
       schedule, num_microbatches: the arguments of `build`.
       cuts: how many layers each stage gets (`Lowered.cuts`); None where the user's marks end stages.
-      num_stages: how many stages the schedule has.
-      prediction: its time and memory; None if it cannot be built.
-      num_elements: the size of a step's data.
-      fault: why it cannot be built, or None.
-      fits: whether it fits the memory as it is.
-      is_measured: whether the times of its tasks are measured.
-      measured_s: seconds of a step that ran, or None.
       is_cut_again: whether `cuts` follow from measured tasks. The library does not choose these cuts otherwise, so pass
         them as `treduce(..., cuts=...)`.
     """
@@ -30,13 +23,13 @@ class Configuration:
     schedule: Schedule | str
     num_microbatches: int
     cuts: tuple | None = None
-    num_stages: int = 0
-    prediction: Prediction | None = None
-    num_elements: int = 1
-    fault: str | None = None
-    fits: bool = True
-    is_measured: bool = False
-    measured_s: float | None = None
+    num_stages: int = 0  # how many stages the schedule has
+    prediction: Prediction | None = None  # its time and memory; None if it cannot be built
+    num_elements: int = 1  # the size of a step's data
+    fault: str | None = None  # why it cannot be built, or None
+    fits: bool = True  # whether it fits the memory as it is
+    is_measured: bool = False  # whether the times of its tasks are measured
+    measured_s: float | None = None  # seconds of a step that ran, or None
     is_cut_again: bool = False
 
     @property

@@ -111,20 +111,16 @@ class _Try:
 
     Attributes:
       traced, lowered, predictor: None where it cannot be built.
-      measured: seconds of its tasks, if they ran.
-      expected: seconds of its tasks by the measured layers of another configuration.
-      units: the costs of its layers, if they are known.
-      plan: its plan, if it is compiled for devices that have a data sheet.
     """
 
     configuration: Configuration
     traced: Any = None
     lowered: Any = None
     predictor: Predictor | None = None
-    measured: Costs | None = None
-    expected: Costs | None = None
-    units: Units | None = None
-    plan: Plan | None = None
+    measured: Costs | None = None  # seconds of its tasks, if they ran
+    expected: Costs | None = None  # seconds of its tasks by the measured layers of another configuration
+    units: Units | None = None  # the costs of its layers, if they are known
+    plan: Plan | None = None  # its plan, if it is compiled for devices that have a data sheet
 
     def note(self, **changes: object) -> None:
         """Changes some fields of the configuration."""

@@ -86,24 +86,17 @@ class Request:
     """A stored array, or a part of one, and where it goes.
 
     Attributes:
-        name: its name in messages.
         shape: the shape of the part; for typed keys without the axes of the key data. None: the stored array's shape.
-        dtype: the dtype to cast to; None: as stored.
-        sharding: an `MpmdSharding`, a JAX sharding, or None for a numpy array.
-        index: the part of the stored array, ints and slices of its leading axes; () is all of it.
-        strict: whether the shapes must agree; otherwise the end is cut off or filled with zeros.
-        source: the names of the stored leaf.
-        kind: the Python type of the result; None for an array.
     """
 
-    name: str
+    name: str  # its name in messages
     shape: Shape | None
-    dtype: DTypeLike | None
-    sharding: Any
-    index: Index = ()
-    strict: bool = True
-    source: tuple[str, ...] = ()
-    kind: type | None = None
+    dtype: DTypeLike | None  # the dtype to cast to; None: as stored
+    sharding: Any  # an `MpmdSharding`, a JAX sharding, or None for a numpy array
+    index: Index = ()  # the part of the stored array, ints and slices of its leading axes; () is all of it
+    strict: bool = True  # whether the shapes must agree; otherwise the end is cut off or filled with zeros
+    source: tuple[str, ...] = ()  # the names of the stored leaf
+    kind: type | None = None  # the Python type of the result; None for an array
 
     @property
     def expected(self) -> str:

@@ -34,14 +34,10 @@ def edited(checkpoint: Checkpoint, change: Change) -> "Edited":
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Edited(Checkpoint):
-    """A checkpoint with entries as its leaves, made of the leaves of another checkpoint.
-
-    Attributes:
-        stored: the other checkpoint.
-    """
+    """A checkpoint with entries as its leaves, made of the leaves of another checkpoint."""
 
     leaves: tuple[Entry, ...]
-    stored: Checkpoint
+    stored: Checkpoint  # the other checkpoint
 
     @classmethod
     def of(cls, stored: Checkpoint, entries: Iterable[Entry]) -> "Edited":

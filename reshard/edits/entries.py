@@ -27,22 +27,14 @@ class Origin:
     """A box of a stored array that is a box of a new one.
 
     Both boxes have the same elements: they are two views of an array with one axis for each factor.
-
-    Attributes:
-        leaf: the stored array.
-        source: the box of it.
-        target: the box of the new array.
-        factors: the size of each factor.
-        source_axes: for each axis of the stored array, the factors that it is made of, outermost first.
-        target_axes: the same for the new array.
     """
 
-    leaf: Leaf
-    source: Box
-    target: Box
-    factors: tuple[int, ...]
-    source_axes: Axes
-    target_axes: Axes
+    leaf: Leaf  # the stored array
+    source: Box  # the box of it
+    target: Box  # the box of the new array
+    factors: tuple[int, ...]  # the size of each factor
+    source_axes: Axes  # for each axis of the stored array, the factors that it is made of, outermost first
+    target_axes: Axes  # the same for the new array
 
     @classmethod
     def whole(cls, leaf: Leaf) -> "Origin":

@@ -25,7 +25,6 @@ class Movement(NamedTuple):
         sender, receiver, hop: as in `Route`.
         from_device, to_device: where these shards are.
         box, into: the box of the sent shard, and the box of the shard that it goes to, in elements of the array.
-        nbytes: its bytes.
     """
 
     sender: int
@@ -35,7 +34,7 @@ class Movement(NamedTuple):
     to_device: Place
     box: Box
     into: Box
-    nbytes: int
+    nbytes: int  # its bytes
 
 
 def ways_of(route: Route, scale: tuple[int, ...], itemsize: int) -> list[Movement]:

@@ -196,7 +196,7 @@ def absolute(path: str | os.PathLike[str]) -> File:
     try:
         found = epath.Path(path) if "://" in str(path) else File(path).expanduser().absolute()
         found.exists()
-    except (OSError, RuntimeError, ValueError, ImportError) as error:  # too long, `~nobody`, `\\0`, no library for gs://
+    except (OSError, RuntimeError, ValueError, ImportError) as error:  # too long, `~nobody`, no library for gs://
         raise ReshardError(f"{str(path)[:200]!r}: {getattr(error, 'strerror', None) or said(error)}.") from None
     return found  # pyright: ignore
 

@@ -36,11 +36,10 @@ class TensorTarget:
 
     Attributes:
         beside: a folder to copy other files from, such as config.json; tensors are divided among files as there.
-        file_nbytes: the largest size of a file.
     """
 
     beside: File | None = None
-    file_nbytes: int = FILE_NBYTES
+    file_nbytes: int = FILE_NBYTES  # the largest size of a file
 
 
 @dataclasses.dataclass(frozen=True)

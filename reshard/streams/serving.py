@@ -38,20 +38,18 @@ class SentPart(NamedTuple):
     """The unit of a read, and where it goes.
 
     Attributes:
-        sender: the sender's number.
         leaf, box, dtype: the tensor, the box of it, and the dtype that it is cast to.
         target, wanted, into: the received tensor, the box of it that is filled, and the place in that box.
-        origin: how the axes change, if they do.
     """
 
-    sender: int
+    sender: int  # the sender's number
     leaf: int
     box: Box
     dtype: np.dtype
     target: int
     wanted: Box
     into: Box
-    origin: Any
+    origin: Any  # how the axes change, if they do
 
     def put(self, data: np.ndarray, view: np.ndarray) -> None:
         """Puts the values into their place."""

@@ -17,13 +17,11 @@ class Shelved(NamedTuple):
     """One process's part of one version.
 
     Attributes:
-        version: its number.
-        description: the tree, its tensors and the boxes that this process sends to others, as JSON.
         values: for each tensor, the boxes that lie here, and an array in the memory of the host for each.
     """
 
-    version: int
-    description: str
+    version: int  # its number
+    description: str  # the tree, its tensors and the boxes that this process sends to others, as JSON
     values: dict[int, list[tuple[Box, object]]]
 
     def read(self, leaf: int, box: Box, dtype: np.dtype) -> np.ndarray:

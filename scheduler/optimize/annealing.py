@@ -27,10 +27,6 @@ class Tables(NamedTuple):
         begin: For each group, the place in the sequence where its tasks begin; at the end, the length of the sequence.
         time, nbytes: For each task, its seconds, and the bytes that it adds to the memory of its group.
         across, lag: The task of another stage that it waits for (-1: none), and the seconds of the transfer.
-        local: The task of its own stage that comes before it (-1: none): F before I, I before W.
-        lane: Its kind and stage as one number; tasks of one lane stay in their order.
-        ends: The end of each task, -1 before it; filled by `_simulated`.
-        limits: For each group, the bytes that it may hold.
         position, clock: For each group, its place in the sequence and its last end so far; filled by `_simulated`.
     """
 
@@ -41,10 +37,10 @@ class Tables(NamedTuple):
     nbytes: Floats
     across: Ints
     lag: Floats
-    local: Ints
-    lane: Ints
-    ends: Floats
-    limits: Floats
+    local: Ints  # The task of its own stage that comes before it (-1: none): F before I, I before W
+    lane: Ints  # Its kind and stage as one number; tasks of one lane stay in their order
+    ends: Floats  # The end of each task, -1 before it; filled by `_simulated`
+    limits: Floats  # For each group, the bytes that it may hold
     position: Ints
     clock: Floats
 

@@ -27,29 +27,22 @@ class Cut:
     """A cut of a model into stages, and the cost of others.
 
     Attributes:
-        layers: For each stage, the number of layers that end in it.
-        makespan: Seconds of the simulated loop.
-        bound: A lower bound for all cuts, in seconds.
-        is_best: Whether it is proved that no cut is faster.
-        excess: Bytes by which the worst group exceeds its memory; 0 if it fits.
         even, even_makespan: The even cut, and its seconds.
-        even_excess: Bytes by which the even cut exceeds the memory.
         near, near_makespan: The best cut with one layer in another stage, and its seconds; the cut itself if there is
             no other. If the even cut is chosen because it is about as fast: the fastest cut.
-        units: The costs by which the cut was chosen.
     """
 
-    layers: Layers
-    makespan: float
-    bound: float
-    is_best: bool
-    excess: float
+    layers: Layers  # For each stage, the number of layers that end in it
+    makespan: float  # Seconds of the simulated loop
+    bound: float  # A lower bound for all cuts, in seconds
+    is_best: bool  # Whether it is proved that no cut is faster
+    excess: float  # Bytes by which the worst group exceeds its memory; 0 if it fits
     even: Layers
     even_makespan: float
-    even_excess: float
+    even_excess: float  # Bytes by which the even cut exceeds the memory
     near: Layers
     near_makespan: float
-    units: Units = field(repr=False)
+    units: Units = field(repr=False)  # The costs by which the cut was chosen
 
     @property
     def gap(self) -> float:

@@ -31,19 +31,16 @@ class PlannedEvent(NamedTuple):
     """A task or call of one group, or a transfer between two.
 
     Attributes:
-        groups: The groups that have it in their lists.
         reads, writes, frees: Slots, numbers of values in groups.
-        kind: For a task F, B, I, W or R (for a fused pair both), for a transfer empty, for other work ``call``.
-        key: Tasks of one key keep their order.
         may_move: Whether it may happen out of turn. An event that may not is a barrier for the events after it.
     """
 
-    groups: tuple[int, ...]
+    groups: tuple[int, ...]  # The groups that have it in their lists
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     frees: tuple[int, ...] = ()
-    kind: str = ""
-    key: Hashable = None
+    kind: str = ""  # For a task F, B, I, W or R (for a fused pair both), for a transfer empty, for other work ``call``
+    key: Hashable = None  # Tasks of one key keep their order
     may_move: bool = True
 
 

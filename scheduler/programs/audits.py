@@ -32,33 +32,23 @@ class WorkTime(NamedTuple):
     """A task or a call, with its times on the clock.
 
     Attributes:
-        instruction: The task or the call.
         start, end: When it runs; a forward task takes 1.
-        place: Its position in the order of :func:`merge`.
-        stays: Whether it is run: it may belong to a microbatch that the call does not have.
     """
 
-    instruction: Run | Call
+    instruction: Run | Call  # The task or the call
     start: int
     end: int
-    place: int
-    stays: bool
+    place: int  # Its position in the order of :func:`merge`
+    stays: bool  # Whether it is run: it may belong to a microbatch that the call does not have
 
 
 class AuditSlot(NamedTuple):
-    """The place where a group runs an instruction again.
+    """The place where a group runs an instruction again."""
 
-    Attributes:
-        delay: How much later the step ends.
-        start: When the second run begins.
-        group: The auditor.
-        place: The position in the merged order of the group's next work.
-    """
-
-    delay: int
-    start: int
-    group: int
-    place: int
+    delay: int  # How much later the step ends
+    start: int  # When the second run begins
+    group: int  # The auditor
+    place: int  # The position in the merged order of the group's next work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +56,14 @@ class PlannedAudit:
     """An audit of one instruction.
 
     Attributes:
-        program: The program with the audit.
         added: The audit's instructions: by position in the order of :func:`merge`, those before the instruction there.
-        auditors: The groups that run the instruction again.
-        copies: By value, the name of its copy.
-        delay: How much longer the step takes on the clock, where a forward task takes 1.
     """
 
-    program: Program
+    program: Program  # The program with the audit
     added: tuple[tuple[int, tuple[GroupInstruction, ...]], ...]
-    auditors: tuple[int, ...]
-    copies: Mapping[Value, Value]
-    delay: int
+    auditors: tuple[int, ...]  # The groups that run the instruction again
+    copies: Mapping[Value, Value]  # By value, the name of its copy
+    delay: int  # How much longer the step takes on the clock, where a forward task takes 1
 
 
 class AuditPlanner:

@@ -565,7 +565,7 @@ def test_what_cannot_be_a_path_or_a_format_is_named_and_nothing_is_made(tmp_path
                 call(path, tree)
     with pytest.raises(ReshardError, match="w: 1180591620717411303424 does not fit in 64 bits"):
         save(tmp_path / "step", {"w": 2**70})
-    with pytest.raises(ReshardError, match="TensorFormat: .*'foo'"):
+    with pytest.raises(ReshardError, match=r"TensorFormat: .*'foo'"):
         TensorFormat(dtype="foo")
     with pytest.raises(ReshardError, match="TensorFormat: 'much' is no number of bytes"):
         TensorFormat(file_size="much")
