@@ -37,6 +37,8 @@ readonly unfit_status=192 # killed by signal 64, SIGRTMAX: its devices are slow 
 readonly most_alike=3    # it gives up after this many failures with the same status at the same step
 readonly contract=(MPMD_COORDINATOR MPMD_NUM_PROCESSES MPMD_PROCESS_ID MPMD_LOCAL_ID MPMD_SERVICE MPMD_STATUS_DIR
   MPMD_NUM_SPARES MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB MPMD_KEEPER MPMD_KEEPER_TOKEN)
+# shellcheck disable=SC2016 # for the inner shell to expand
+readonly as_it_is=(sh -c 'exec "$0" "$@"') # env takes a command with = in its path for a variable
 readonly forwarded='^(PATH|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|(JAX|XLA|MPMD|NCCL|CUDA)_.*)$'
 
 usage() {
@@ -538,7 +540,7 @@ find_mpmd() {
   read -rd '' -a words <<<"${command[*]}"
   for word in "${command[@]}" "${words[@]}"; do [[ ! ${word##*/} =~ ^python[0-9.]*$ ]] || pythons+=("$word"); done
   for service_python in "${pythons[@]:-python3}"; do
-    mpmd_folder=$(env "${added[@]}" "$service_python" -c '
+    mpmd_folder=$(env "${added[@]}" "${as_it_is[@]}" "$service_python" -c '
 import importlib.util, os, sys
 specs = [importlib.util.find_spec(name) for name in ("mpmd", "jax")]
 places = list(specs[0].submodule_search_locations or []) if all(specs) else []
@@ -559,7 +561,7 @@ start_service() { # port
     (
       trap - TERM HUP INT QUIT PIPE
       exec {service_life}<&- {events}<&-
-      exec setsid env "${added[@]}" "$service_python" -m mpmd.coordinator "$1" "$num_ranks" "${options[@]}"
+      exec setsid env "${added[@]}" "${as_it_is[@]}" "$service_python" -m mpmd.coordinator "$1" "$num_ranks" "${options[@]}"
     ) <"$work/service.in" >"$work/service.out" 2>"$work/service.err" &
     exec {service_life}<&-
     event serving $!
@@ -590,13 +592,13 @@ keep() {
   [[ $transport == local ]] || words=(--silence "$silence_s")
   enter && find_mpmd && [[ -f $mpmd_folder/resilience/keeper.py ]] || exit 69
   export "MPMD_KEEPER_TOKEN=$keeper_token"
-  exec env "${added[@]}" "$service_python" "$mpmd_folder/resilience/keeper.py" --bind "$address" "${words[@]}"
+  exec env "${added[@]}" "${as_it_is[@]}" "$service_python" "$mpmd_folder/resilience/keeper.py" --bind "$address" "${words[@]}"
 }
 
 # Starts a keeper on each host without one, and waits until it listens. Sets keepers (port and name, by host), and
 # unreachable (hosts that do not answer).
 start_keepers() {
-  local name h end port socket answer_s
+  local name h end word port socket answer_s
   local -A answers=()
   unreachable=()
   ((restarts > 0)) || return 0
@@ -604,7 +606,7 @@ start_keepers() {
   for h in "${!host_names[@]}"; do
     name=${host_names[h]}
     [[ " ${unreachable[*]} " != *" $name "* ]] || continue
-    [[ -z ${lost:-} || ${lost%% *} != "$h" || $transport == slurm ]] || end_keeper "$name"
+    [[ ${lost_host:-} != "$name" || $transport == slurm ]] || end_keeper "$name"
     [[ -z ${keepers[$name]:-} ]] || ! keeper_lives "$name" || continue
     answer_s=10
     [[ -z ${keepers[$name]:-} ]] || { # its host has answered before, so wait less
@@ -618,7 +620,8 @@ start_keepers() {
   for name in "${!answers[@]}"; do
     answer=${answers[$name]}
     while [[ -z ${keepers[$name]:-} && -z $interrupted ]] && ((SECONDS < end)) && keeper_lives "$name"; do
-      ! read -r -t 0.2 -u "$answer" _ port socket || keepers[$name]=$port:$socket
+      ! read -r -t 0.2 -u "$answer" word port socket || [[ ! "$word $port" =~ ^ready\ [0-9]+$ ]] || # else a greeting of the shell there
+        keepers[$name]=$port:$socket
     done
     exec {answer}<&-
     [[ -z ${keepers[$name]:-} ]] || { disown "${keeper_pids[$name]}" && continue; } # else bash would print how it ended
@@ -676,6 +679,7 @@ find_unreachable_nodes() {
   local -a agent_command
   local -A silent=() probes=()
   for task in "${!host_of[@]}"; do [[ -n ${has_stopped[task]:-} ]] || silent[${host_of[task]}]=yes; done
+  for name in "${!away[@]}"; do silent[$name]=yes; done
   for h in "${!host_names[@]}"; do
     name=${host_names[h]}
     [[ -n ${silent[$name]:-} ]] || continue
@@ -719,10 +723,26 @@ stop_keepers() {
   [[ -z ${keep_folder:-} ]] || rm -rf "$keep_folder"
 }
 
+# Plans all hosts again, also those that did not answer, without unfit devices.
+plan_again() {
+  local h
+  local -a words
+  lost_host=${lost:+${host_names[${lost%% *}]}}
+  host_names=("${all_names[@]}") host_counts=("${all_counts[@]}") num_ranks=$all_ranks
+  for h in "${!host_names[@]}"; do
+    read -ra words <<<"${left_out[${host_names[h]}]:-}"
+    host_counts[h]=$((host_counts[h] - ${#words[@]}))
+  done
+  number_ranks
+}
+
 # Leaves out hosts that do not answer any more, if enough others are left, or if spares make up for their processes.
 leave_out_unreachable() {
   local name h left=0
   local -a names=() counts=()
+  for name in "${!away[@]}"; do
+    [[ " ${unreachable[*]} " == *" $name "* ]] || { say "host $name answers again, and takes part" && unset "away[$name]"; }
+  done
   ((${#unreachable[@]})) || return 0
   for h in "${!host_names[@]}"; do
     [[ " ${unreachable[*]} " == *" ${host_names[h]} "* ]] || left=$((left + host_counts[h]))
@@ -732,6 +752,7 @@ leave_out_unreachable() {
     name=${host_names[h]}
     if [[ " ${unreachable[*]} " == *" $name "* ]]; then
       say "goes on without host $name, which does not answer"
+      away[$name]=yes
     else
       names+=("$name") counts+=("${host_counts[h]}")
     fi
@@ -883,6 +904,7 @@ plan() {
     name=$entry count=${procs_per_host:-1}
     if [[ $entry =~ ^(.*[^:]|\[.*\]):([^:]*)$ ]]; then # not inside an IPv6 address
       name=${BASH_REMATCH[1]} count=${BASH_REMATCH[2]}
+      [[ $name != *:* || $name == *]* ]] || option_error "--hosts: '$entry': write an IPv6 address in brackets"
       check_number "--hosts: $name" "$count" $((num_spares == 0))
     fi
     [[ $name =~ ^[][A-Za-z0-9_.@:%-]+$ && ! $name =~ ^(-|@|:$|:[^:]) ]] || option_error "--hosts: '$name' is not the name of a host"
@@ -1117,7 +1139,7 @@ run_job() {
   job=$(printf '%s-%s-%04x%04x' "$$" "$attempt" "$RANDOM" "$RANDOM")
   command_fds=() transport_pid=() agent_host=() statuses=() rank_pids=() doing=() verdicts=() host_of=() left=() transport_text=() unread=''
   first_failure='' service_failure='' job_error='' signalled='' lost='' blamed=''
-  is_rank=() spares=() num_numbers=$num_processes runs_on=() born=() num_brief=0 unanswered=() num_no=0
+  is_rank=() spares=() num_numbers=$num_processes runs_on=() born=() num_brief=0 unanswered=() unanswered_exits=() num_no=0
   for ((h = num_ranks; h < num_processes; h++)); do spares+=("$h"); done
   phase=connecting num_ready=() num_stopped=() has_stopped=() num_exited=0 guilty='' job_status=0 job_text=''
   deadline=$((SECONDS + connect_s))
@@ -1215,8 +1237,15 @@ on_ready() { # host, agent, its host name, port, service
   command_all "spares ${spares[*]}"
 }
 
+# "Whether the others continue" is "no" if the ranks on the host of the process do not, and "none" if none does anywhere.
 on_exit() { # process, status, pid, whether a watchdog runs, whether the others continue, the rank that it blames
   local rank=${is_rank[$1]:-$1} host=${runs_on[$1]:-} text
+  if (($2 > 128 && rank < num_ranks && restarts > 0 && ${#command_fds[@]} > 1)) && [[ $phase == running && $5 == no ]]; then
+    # Its host has no rank in mpmd.resilient (any more, or not yet), but others may have.
+    unanswered_exits+=("$1 $2 $3 $4 ${6:-}") num_no=0
+    command_all asks
+    return 0
+  fi
   unset "runs_on[$1]"
   (($2 != unfit_status)) || [[ -z $host ]] || unfit[${host_names[host]}]+=" ${local_of[$1]}"
   if ((rank >= num_ranks)); then
@@ -1317,6 +1346,7 @@ begin_grace() { # "yes" if a watchdog runs: then the other ranks get time to pri
 }
 
 begin_stop() {
+  handle_exits no
   [[ $phase != stopping && $phase != quitting ]] || return 0
   phase=stopping deadline=$((SECONDS + 5 * term_s))
   command_all stop
@@ -1388,6 +1418,17 @@ on_answer() { # yes or no
     why=${unanswered[h]}
     unset "unanswered[h]"
     [[ $phase == running ]] && replace_host "$h" "$why" "$1" || end_without "$h" "$why"
+  done
+  handle_exits "$1"
+}
+
+handle_exits() { # the answer of other hosts to what was not clear: yes, or no
+  local text
+  local -a words texts=("${unanswered_exits[@]}")
+  unanswered_exits=()
+  for text in "${texts[@]}"; do
+    read -ra words <<<"$text"
+    on_exit "${words[@]::4}" "$([[ $1 == yes ]] && echo yes || echo none)" "${words[4]:-}"
   done
 }
 
@@ -1496,9 +1537,11 @@ print_table() {
 main() {
   ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || die 69 "bash 4.4 or later is needed; this is $BASH_VERSION"
   eval "$set_aside"
-  declare -gA keepers=() keeper_pids=() keeper_fds=() unfit=() left_out=() # by host
+  [[ -z ${MPMD_JOB:-} ]] || unset MPMD_LEDGER_DIR MPMD_FLIGHT_DIR MPMD_REPLACE_SLOW MPMD_HANG_TIMEOUT_S # of the job that it runs in
+  declare -gA keepers=() keeper_pids=() keeper_fds=() unfit=() left_out=() away=() # by host
   parse "$@"
   plan
+  all_names=("${host_names[@]}") all_counts=("${host_counts[@]}") all_ranks=$num_ranks
   folder=$PWD attempt=0 interrupted='' events=2 keeper='' host_of=()
   keeper_token=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   script_text=$(<"${BASH_SOURCE[0]}")
@@ -1513,10 +1556,12 @@ main() {
   for ((attempt = 0; ; attempt++)); do
     order=()
     local started=$SECONDS
+    ((attempt == 0)) || plan_again
     start_keepers
     ((attempt == 0)) || { leave_out_unreachable && leave_out_unfit; }
     run_job
-    ((job_status != 0 && attempt < restarts)) && [[ -z $interrupted && -z $signalled && -z $job_error ]] || break
+    ((job_status != 0 && attempt < restarts)) && [[ -z $interrupted && -z $signalled ]] || break
+    [[ -z $job_error ]] || ((attempt > 0)) || break # what could be started once may be so again: hosts and folders come back
     note_failures $((SECONDS - started))
     if ((num_alike >= most_alike)); then
       say "gives up after restart $attempt of $restarts: $failure_text, $num_alike times in a row"
@@ -1540,6 +1585,7 @@ note_failures() { # seconds of the attempt
   failure="$job_status $step" # not the rank: if all fail in the same way, the first one is random
   failure_text="$(ended_text "$job_status")${step:+ after step $step}"
   [[ $failure == "${last_failure:-}" ]] && { [[ -n $step ]] || (($1 < 60)); } && num_alike=$((num_alike + 1)) || num_alike=1
+  [[ -z $job_error ]] || num_alike=0
   last_failure=$failure
   ((attempt > 0 && $1 < long_attempt_s)) && wait_s=$((wait_s * 2)) || wait_s=1
   ((wait_s <= longest_wait_s)) || wait_s=$longest_wait_s

@@ -86,6 +86,7 @@ class Activity:
         self.cursors: weakref.WeakSet[Cursor] = weakref.WeakSet()
         self.samples = Samples()
         self.goes_on = False
+        self.loop_step: int | None = None  # the step that `mpmd.resilient` is in, or that ended it with an error
         self.has_pace = False
         self.pace: Pace | None = None
 
@@ -164,6 +165,7 @@ class Activity:
             sent=self._sent_in_vain(others),
             callback=self.callbacks.running() if still_s > STILL_S else "", raised=self.callbacks.raised,
             line=self._user_line(now) if still_s > STILL_S else "", goes_on=self.goes_on, pace=self.pace,
+            loop_step=self.loop_step,
         )  # fmt: skip
 
     def _user_line(self, now: float) -> str:

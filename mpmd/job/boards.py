@@ -205,6 +205,8 @@ class StatusFile:
         data: dict[str, object] = {
             k: getattr(board, k) for k in ("rank", "host", "pid", "phase", "step", "doing", "goes_on")
         }
+        if board.loop_step is not None:  # unlike the number of calls, it grows from one attempt to the next
+            data["step"] = board.loop_step
         data["since"] = now - board.still_s
         data["waiting_for"] = wait and {"value": wait.what, "ranks": list(wait.ranks), "since": now - wait.for_s}
         with self._lock, contextlib.suppress(OSError):

@@ -16,6 +16,7 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 # The listeners. There is one wakeup descriptor per process, and one thread that reads it.
 _notes: list[Callable[[str], object]] = []
+_wakeup: list[int] = []
 
 
 def listen(note: Callable[[str], object]) -> None:
@@ -52,6 +53,7 @@ def _is_installed() -> bool:
     if before != -1:
         signal.set_wakeup_fd(before)
         return False
+    _wakeup.append(writer.fileno())
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _leave_it_to_the_thread)
     os.register_at_fork(after_in_child=_forget)  # a child would report its own signals to its parent's thread
@@ -61,7 +63,14 @@ def _is_installed() -> bool:
 
 
 def _leave_it_to_the_thread(number: int, frame: types.FrameType | None) -> None:
-    pass
+    """Does nothing: the thread gets the number through the wakeup descriptor, unless an event loop has changed that."""
+    current = signal.set_wakeup_fd(_wakeup[0], warn_on_full_buffer=False)
+    if current == _wakeup[0]:
+        return
+    if current != -1:  # of a loop that is running; afterwards it is -1
+        signal.set_wakeup_fd(current)
+    with contextlib.suppress(OSError):
+        os.write(_wakeup[0], bytes((number,)))
 
 
 def _forget() -> None:

@@ -71,6 +71,7 @@ class Board:
     stacks: int = -1  # the number of the file for its stacks
     goes_on: bool = False  # the rank is in `mpmd.resilient`, and continues there when others are lost and replaced
     pace: Pace | None = None  # how fast its devices are in `mpmd.resilient`, where slow processes are replaced
+    loop_step: int | None = None  # the step that `mpmd.resilient` is in
 
     def to_json(self) -> dict[str, object]:
         """Returns plain data, for the key-value store."""

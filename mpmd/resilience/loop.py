@@ -224,11 +224,12 @@ def _attempt(
             with ledger.during(ledger.CHECKPOINT):
                 keeping.keep(i, state, given.signature)
             if notice.came:
-                keeping.finish()
-                say(f"rank {ranks.rank} was told to end (SIGTERM); the state after step {keeping.whole} is kept")
-                sys.exit(exits.TOLD_TO_END)
+                break
         if keeping is not None:
             keeping.finish()
+            if notice.came:
+                say(f"rank {ranks.rank} was told to end (SIGTERM); the state after step {keeping.whole} is kept")
+                sys.exit(exits.TOLD_TO_END)
         audits.settle()
     return state
 
@@ -236,12 +237,21 @@ def _attempt(
 @contextlib.contextmanager
 def _accounted(begins: str) -> Iterator[Callable[[int], None]]:
     """Surrounds the loop: writes into the ledger how it begins; yields a function that notes the begin of a step."""
-    if (account := ledger.of_process(jax.process_index)) is None:
-        yield lambda step: None
-        return
-    account.event(ledger.LOOP + begins)
-    yield account.begin_step
-    account.leave_loop()
+    job, account = joining.current(), ledger.of_process(jax.process_index)
+    if account is not None:
+        account.event(ledger.LOOP + begins)
+
+    def begin_step(step: int) -> None:
+        if job is not None:
+            job.activity.loop_step = step
+        if account is not None:
+            account.begin_step(step)
+
+    yield begin_step
+    if job is not None:
+        job.activity.loop_step = None
+    if account is not None:
+        account.leave_loop()
 
 
 def _speaks(job: Job) -> bool:

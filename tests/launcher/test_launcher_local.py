@@ -12,7 +12,20 @@ import time
 
 import pytest
 from hosts import missing, two_hosts
-from launching import PATIENCE_S, PYTHON, ROOT, alive, clean_environment, launch, python, run, shell, torn, until
+from launching import (
+    LAUNCHER,
+    PATIENCE_S,
+    PYTHON,
+    ROOT,
+    alive,
+    clean_environment,
+    launch,
+    python,
+    run,
+    shell,
+    torn,
+    until,
+)
 
 SAY_VARIABLES = (
     "for v in COORDINATOR NUM_PROCESSES PROCESS_ID LOCAL_ID LOCAL_ONLY HANG_TIMEOUT_S SERVICE; do"
@@ -520,6 +533,69 @@ def test_keepers_have_the_python_that_the_command_names_behind_other_words(comma
     program = 'import os; print("MPMD_KEEPER" in os.environ)'
     status, job = run("--restarts", 1, "--", *(word.format(program) for word in command), PATH="/usr/bin:/bin")
     assert status == 0 and job.out == "[0] True\n", job.err
+
+
+def test_keepers_have_a_python_with_an_equals_sign_in_its_path(tmp_path):
+    python = tmp_path / "lr=0.1" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {PYTHON} "$@"\n')
+    python.chmod(0o755)
+    program = 'import os; print("MPMD_KEEPER" in os.environ, os.environ["MPMD_SERVICE"])'
+    status, job = run("-n", 2, "--restarts", 1, "--", python, "-c", program)
+    assert status == 0 and job.out.count("True external") == 2, job.err
+
+
+def test_a_job_in_a_rank_of_another_one_leaves_its_files_alone(tmp_path):
+    inner = f'unset CDPATH; {LAUNCHER} -n 1 -- bash -c "env | grep -c -e LEDGER -e FLIGHT -e HANG"'
+    program = shell(f"touch $MPMD_LEDGER_DIR/rank-0.ledger; {inner}; ls $MPMD_LEDGER_DIR")
+    status, job = run("--hang-timeout", 60, "--log-dir", tmp_path, *program)
+    assert (status, job.out) == (0, "[0] [0] 0\n[0] rank-0.ledger\n[0] rank-0.log\n"), job.err
+
+
+@pytest.fixture
+def nodeb(tmp_path):
+    """Connects to `nodeb`, which greets who comes, and is away for some connections after a file `away` is made."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        rf"""#!/bin/bash
+        while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift 2 || shift; done
+        if [[ -e {tmp_path}/away ]]; then
+          echo x >>{tmp_path}/away
+          (($(wc -l <{tmp_path}/away) < 5)) || rm {tmp_path}/away
+          echo "ssh: connect to host nodeb port 22: Connection refused" >&2
+          exit 255
+        fi
+        echo "Welcome to node, dear user"
+        exec bash -c "${{*:2}}"
+        """.replace("\n        ", "\n")
+    )
+    ssh.chmod(0o755)
+    return ("--ssh", ssh, "-H", "localhost,nodeb")
+
+
+@pytest.mark.slow
+def test_a_host_that_is_away_for_a_while_ends_no_job_that_has_begun(nodeb, tmp_path):
+    program = shell(
+        f"echo keeps ${{MPMD_KEEPER%%:*}}; ((MPMD_ATTEMPT || !MPMD_PROCESS_ID)) || {{ touch {tmp_path}/away; exit 5; }}"
+    )
+    status, job = run(*nodeb, "--restarts", 9, *program)
+    assert status == 0, job.err
+    assert "jax-mpmd: host nodeb: ssh: connect to host nodeb port 22: Connection refused\n" in job.err
+    assert len(re.findall(r"^\[1\] keeps \d+$", job.out, re.MULTILINE)) == 2, job.out
+    assert job.err.count("starts over") > 2 and "three" not in job.err
+
+
+@pytest.mark.slow
+def test_a_host_that_answers_again_takes_part_in_the_next_attempt(nodeb, tmp_path):
+    program = shell(
+        f"((MPMD_ATTEMPT)) || touch {tmp_path}/away; [[ $MPMD_ATTEMPT != 1 ]] || rm -f {tmp_path}/away;"
+        "echo of $MPMD_NUM_PROCESSES; ((MPMD_ATTEMPT == 2)) || exit $((5 + MPMD_ATTEMPT))"
+    )
+    no_keepers = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ""}  # nobody has noticed so far that the host is away
+    status, job = run(*nodeb, "--restarts", 2, "--min-hosts", 1, *program, **no_keepers)
+    assert status == 0, job.err
+    assert "goes on without host nodeb" in job.err and "host nodeb answers again" in job.err
+    assert job.matches(r"^\[0\] of (\d)") == ["2", "1", "2"]
 
 
 def test_a_full_temporary_folder_is_one_clear_line():

@@ -165,6 +165,25 @@ def test_after_a_notice_no_step_is_computed_again(environment, unbroken):
 
 
 @pytest.mark.slow
+def test_where_each_host_has_one_process_a_notice_and_a_loss_of_its_successor_are_mended_in_place(
+    environment, unbroken
+):
+    faults = [kill(0, 1, 3, signal.SIGTERM), {"attempt": 0, "rank": 2, "step": -1, "what": "signal", "signal": 9}]
+    options = "-H localhost,127.0.0.1 --cpu-devices 2 --restarts 1".split()
+    job = run(environment, *options, faults=faults)
+    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+    assert taken(job) == ["1: killed by SIGTERM; spare 2", "1: killed by SIGKILL; spare 3"]
+
+
+@pytest.mark.slow
+def test_a_failure_after_the_same_number_of_calls_is_none_at_the_same_step(environment, unbroken):
+    faults = [{"attempt": n, "rank": 1, "step": 2 * n + 1, "what": "raise"} for n in range(4)]
+    job = run(environment, *"-n 2 --cpu-devices 2 --restarts 4".split(), faults=faults)
+    assert (steps(job), end(job)) == unbroken("1f1b", 4)
+    assert job.err.count("starts over") == 4
+
+
+@pytest.mark.slow
 def test_a_keeper_that_dies_ends_no_job_and_has_a_successor(environment, unbroken):
     """At once; where also the process is killed that starts it, when all start over."""
     faults = [
