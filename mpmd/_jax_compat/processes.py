@@ -186,4 +186,5 @@ def start_transfer_server(address: str, num_transports: int = 2) -> Any:
     from jax.experimental import transfer
 
     client = jax.local_devices()[0].client
-    return transfer.start_transfer_server(client, f"{address}:0", [f"{address}:0"] * num_transports)
+    own = f"[{address}]:0" if ":" in address else f"{address}:0"
+    return transfer.start_transfer_server(client, own, [own] * num_transports)

@@ -302,9 +302,11 @@ class Job:
 def _address_towards(coordinator: str) -> str:
     """Returns this machine's address in the coordinator's network; the loopback address if the coordinator is there."""
     host, _, port = coordinator.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
-        try:
-            probe.connect((host or "127.0.0.1", int(port or 1)))
-            return probe.getsockname()[0]
-        except (OSError, ValueError):
-            return "127.0.0.1"
+    with contextlib.suppress(OSError, ValueError):
+        kind = socket.SOCK_DGRAM  # of which nothing is sent
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=kind)
+        for family, _, _, _, where in sorted(found, key=lambda one: one[0] != socket.AF_INET):  # all choose alike
+            with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+                probe.connect(where)
+                return probe.getsockname()[0]
+    return "127.0.0.1"

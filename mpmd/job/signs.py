@@ -41,7 +41,7 @@ class Door:
         self._socket: socket.socket | None = None
         self.address = ""
         if address is not None:
-            self._socket = socket.create_server((address, 0), backlog=_BACKLOG)
+            self._socket = socket.create_server((address, 0), family=_family(address), backlog=_BACKLOG)
             self._socket.setblocking(False)
             self.address = f"{address}:{self._socket.getsockname()[1]}"
 
@@ -82,7 +82,7 @@ class Knock:
 
     def _connect(self) -> None:
         host, _, port = self._address.rpartition(":")
-        self._socket = socket.socket()
+        self._socket = socket.socket(_family(host))
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEPT_ALIVE:
@@ -103,6 +103,10 @@ class Knock:
             return False
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         return info[0] == _SYN_SENT
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def offer_stacks() -> int:

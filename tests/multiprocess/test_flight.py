@@ -156,11 +156,23 @@ step(jnp.ones(3)).block_until_ready()
 """
 
 
+EVENT_LOOP = """
+mpmd.jit(lambda x: 2 * mpmd.mark_stage_end(x), mpmd_mesh=mesh)(jnp.ones(3))
+import asyncio
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)  # takes the descriptor for signals away
+asyncio.run(main())
+step("""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_process_that_is_alone_says_where_it_stood_when_somebody_ended_it(number, tmp_path):
+@pytest.mark.parametrize(
+    "number, first", [(signal.SIGINT, "\nstep("), (signal.SIGTERM, "\nstep("), (signal.SIGTERM, EVENT_LOOP)]
+)
+def test_a_process_that_is_alone_says_where_it_stood_when_somebody_ended_it(number, first, tmp_path):
     environment = os.environ | {"MPMD_FLIGHT_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", LONE]
+    command = [sys.executable, "-c", LONE.replace("\nstep(", first)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == b"sleeps\n"
         process.send_signal(number)
