@@ -66,12 +66,11 @@ class Numbers:
 
     Attributes:
         of: For stage and kind (F, R, I or W) and then microbatch, the number; -1 for a task that nothing runs.
-        left: How many tasks have no number yet.
     """
 
     def __init__(self, tasks: LoopTasks, typecode: str = "q") -> None:
         self.of = {slot: array(typecode, [-1]) * tasks.num_microbatches for slot in tasks.slots}
-        self.left = len(tasks)
+        self.left = len(tasks)  # How many tasks have no number yet
 
     def add(self, task: Task, number: int) -> bool:
         """Gives a task its number; returns False if the task is not one of the loop or has a number already."""

@@ -27,22 +27,15 @@ _OTHER_JAX = (AttributeError, TypeError, ValueError, NotImplementedError, Assert
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class XlaProgram:
-    """A program in the form for XLA.
+    """A program in the form for XLA."""
 
-    Attributes:
-      name: in profiles and dumps.
-      mesh: for which it is compiled.
-      in_shardings, out_shardings: on `mesh`; None if XLA chooses.
-      options: for XLA, None for its defaults.
-    """
-
-    name: str
+    name: str  # in profiles and dumps
     closed: ClosedJaxpr
     mesh: Mesh
-    in_shardings: tuple[NamedSharding | None, ...]
-    out_shardings: tuple[NamedSharding | None, ...]
+    in_shardings: tuple[NamedSharding | None, ...]  # on `mesh`; None if XLA chooses
+    out_shardings: tuple[NamedSharding | None, ...]  # on `mesh`; None if XLA chooses
     donate: tuple[int, ...]
-    options: dict[str, object] | None
+    options: dict[str, object] | None  # for XLA, None for its defaults
 
     @functools.cached_property
     def folder(self) -> Folder | None:

@@ -136,8 +136,7 @@ _BY_SLOTS = (core.AxisEnv, core.JaxprEqnContext, ManualAxisType, ShapedArray, Pa
 class _Writer:
     """Writes programs as nested tuples of plain values, with a tag for each type.
 
-    Args:
-      mesh: its devices are not named, since the program may be loaded on others.
+    Devices of `mesh` are not named, since the program may be loaded on others.
     """
 
     def __init__(self, mesh: Mesh):
@@ -146,11 +145,7 @@ class _Writer:
         self._lowering = functools.cache(_lowering)
 
     def value(self, x: Any) -> object:
-        """Writes any object of a program.
-
-        Raises:
-          _NotDescribedError: the written parts are not known to describe it fully.
-        """
+        """Writes any object of a program; raises _NotDescribedError if the parts are not known to describe it fully."""
         if x is None or type(x) in (bool, int, float, complex, str, bytes):
             return x
         kind = type(x)

@@ -25,11 +25,7 @@ _SUFFIX = "-mpmd"
 
 
 class Folder:
-    """JAX's cache folder, for the programs of one client.
-
-    Args:
-      cache: JAX's own object.
-    """
+    """JAX's cache folder (`cache` is JAX's own object), for the programs of one client."""
 
     def __init__(self, cache: Any):
         self._cache = cache
@@ -75,13 +71,10 @@ class Folder:
         return None if entry is None else _extracted(entry)
 
     def keep(self, fingerprint: str | None, key: str, compiled: jax.stages.Compiled, seconds: float) -> bytes | None:
-        """Lets `find` find a compiled program, if JAX stores it. Returns the serialized program, or None.
+        """Lets `find` find a compiled program, if JAX stores it, under `key`, after `seconds` of compilation.
 
-        JAX stores the programs of the first process. If other processes compile other programs, each stores its own.
-
-        Args:
-          key: of JAX's entry.
-          seconds: the duration of its compilation.
+        Returns the serialized program, or None. JAX stores the programs of the first process. If other processes
+        compile other programs, each stores its own.
         """
         try:
             entry = self._cache.get(key)
@@ -139,11 +132,7 @@ def _extracted(entry: bytes) -> bytes:
 
 
 def entry_key(lowering: Any, more_options: Mapping[str, object]) -> str:
-    """Returns the name under which JAX stores a program in the folder.
-
-    Args:
-      more_options: XLA options of its compilation in addition to those of the lowering.
-    """
+    """Returns the name under which JAX stores a program; `more_options` of XLA come on top of those of the lowering."""
     of, devices = lowering.compile_args, np.array(list(lowering._device_list))
     inferred = pxla.get_prop_to_input_output(of["in_shardings"], of["out_shardings"], len(of["ordered_effects"]))
     options = pxla.create_compile_options(

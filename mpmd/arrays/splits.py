@@ -23,15 +23,11 @@ class Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Which group has which rows of an array.
-
-    Attributes:
-        given: the ranges as the user gave them, sorted by their start; None splits evenly, in the order of `groups`.
-    """
+    """Which group has which rows of an array."""
 
     axis: int  # the array axis that is split
     groups: tuple[int, ...]  # the groups that have a part, ascending
-    given: tuple[Range, ...] | None = None
+    given: tuple[Range, ...] | None = None  # the user's, sorted by start; None splits evenly, in the order of `groups`
 
     def ranges(self, num_rows: int) -> tuple[Range, ...]:
         """Returns the ranges of an array with this many rows on the split axis, sorted by their start.
@@ -83,11 +79,7 @@ def _even(num_rows: int, axis: int, groups: tuple[int, ...]) -> tuple[Range, ...
 
 
 def named_axis(spec: PartitionSpec, axis_name: str | None) -> int | None:
-    """Returns the array axis at which a spec names a mesh axis.
-
-    Raises:
-        ValueError: the spec names it at two array axes.
-    """
+    """Returns the array axis at which a spec names a mesh axis; raises a ValueError if it names it at two."""
     found = [
         axis
         for axis, entry in enumerate(spec.partitions)
@@ -107,7 +99,6 @@ def as_split(
     """Returns the split that a user asks for; None if every group has the whole array.
 
     Args:
-        split: the ranges of each group, or None.
         groups: the groups that hold the array, ascending.
         mesh_ids: the same, as the user gave them.
         axis: the array axis that the user gave, or None.

@@ -36,9 +36,7 @@ class Compiler:
     processes run is compiled here only if its shardings are needed.
 
     Args:
-      traced_on: the abstract mesh that the jaxprs were traced on.
       own: the meshes of this process's groups.
-      options: options for XLA, as `compiler_options` of `mpmd.jit`.
       others: a compiler for the same groups; its programs are reused.
     """
 
@@ -108,7 +106,6 @@ class Compiler:
           name: the name in HLO dumps and profiles. Equal programs have the name of the first.
           family: the program may run programs of this family as parts, if `reuse` allows it.
           in_shardings, out_shardings: None lets XLA choose.
-          donate: arguments that the program may take over.
           reuse: when the program may run another one as a part; None: never.
           stage: the stage of a task, which may have its own options; None for other programs.
         """

@@ -46,19 +46,13 @@ def with_constants(programs: Sequence[compat.ClosedJaxpr]) -> list[WithConstants
 
 
 class _Outline:
-    """The equations of a program without their constants.
-
-    Attributes:
-      kinds: per equation, a number that is equal for equations that differ only in constants.
-      constants: per equation, its constants.
-      values: per site, the constants there, with their counts.
-    """
+    """The equations of a program without their constants."""
 
     def __init__(self, jaxpr: compat.Jaxpr, numbers: dict[Hashable, int]):
         self.jaxpr = jaxpr
-        self.kinds: list[int] = []
-        self.constants: list[list[int]] = []
-        self.values: dict[_Site, Counter[int]] = defaultdict(Counter)
+        self.kinds: list[int] = []  # per equation, equal for equations that differ only in constants
+        self.constants: list[list[int]] = []  # per equation
+        self.values: dict[_Site, Counter[int]] = defaultdict(Counter)  # per site, its constants, with their counts
         for eqn in jaxpr.eqns:
             found: list[int] = []
 

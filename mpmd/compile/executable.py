@@ -21,18 +21,12 @@ from mpmd.graphs import equations
 
 
 class Threads:
-    """Threads that compile and load programs in parallel, since XLA releases Python's lock. Counts the programs.
-
-    Attributes:
-      num_compiled: programs that were lowered, and compiled or found in JAX's cache.
-      num_stored: programs that were found without lowering, because an earlier process compiled them.
-      num_loaded: how often a program was loaded on further devices.
-    """
+    """Threads that compile and load programs in parallel, since XLA releases Python's lock. Counts the programs."""
 
     def __init__(self):
-        self.num_compiled = 0
-        self.num_stored = 0
-        self.num_loaded = 0
+        self.num_compiled = 0  # programs that were lowered, and compiled or found in JAX's cache
+        self.num_stored = 0  # programs found without lowering, because an earlier process compiled them
+        self.num_loaded = 0  # how often a program was loaded on further devices
         self._progress = CompileProgress()
         self._pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="mpmd-compile")
 
@@ -183,7 +177,6 @@ class DistinctProgram:
         return self.threads.compile(lowered, program)
 
     def _program_on(self, mesh: Mesh) -> compat.XlaProgram:
-        """Returns the program on a mesh of its shape."""
         ins, outs = (
             tuple(None if s is None else on_mesh(mesh, s) for s in shardings)
             for shardings in (self.program.in_shardings, self.program.out_shardings)
@@ -245,17 +238,13 @@ class DistinctProgram:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Executable:
-    """A program on one group's devices, perhaps still being compiled.
-
-    Attributes:
-      in_shardings, out_shardings: shardings on the group's mesh.
-    """
+    """A program on one group's devices, perhaps still being compiled."""
 
     name: str  # its name in the step; an equal program may have been compiled under another name
     mesh: Mesh
     compiled: DistinctProgram
-    in_shardings: tuple[NamedSharding, ...]
-    out_shardings: tuple[NamedSharding, ...]
+    in_shardings: tuple[NamedSharding, ...]  # on the group's mesh
+    out_shardings: tuple[NamedSharding, ...]  # on the group's mesh
 
     @property
     def call(self) -> Any:
@@ -277,14 +266,10 @@ class Executable:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Programs that run one after the other as one.
-
-    Attributes:
-      takes: per program, positions of its arguments among the arguments of the whole and all results so far.
-    """
+    """Programs that run one after the other as one."""
 
     programs: tuple[DistinctProgram, ...]
-    takes: tuple[tuple[int, ...], ...]
+    takes: tuple[tuple[int, ...], ...]  # per program, places of its arguments among the whole's and all results so far
     results: tuple[int, ...]  # positions of the whole's results
     inner: int  # the position of the part that other programs share
     nbytes: int  # bytes on each device that parts pass to each other

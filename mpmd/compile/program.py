@@ -19,9 +19,6 @@ def step_program(outline: Outline, num_groups: int, donated: Mapping[str, Set[co
     Each transfer is put into the sender's and the receiver's list at the same point of one global order, so
     the program is free of deadlock for the reason given in `scheduler.lower`; `scheduler.check` proves it again.
 
-    Args:
-      donated: per segment, the variables that it takes over.
-
     Raises:
       ScheduleError: a schedule's orders are wrong; every fault is listed.
     """
@@ -64,20 +61,14 @@ def loop_graph(loop: Loop) -> TaskGraph:
 
 
 class _Builder:
-    """Appends the instructions of an outline's items to the lists of the groups.
-
-    Attributes:
-      groups: per group, its instructions.
-      alive: the live values of each group at this point.
-      nbytes: the bytes of the values so far, by name.
-    """
+    """Appends the instructions of an outline's items to the lists of the groups."""
 
     def __init__(self, outline: Outline, num_groups: int, donated: Mapping[str, Set[compat.Var]]):
         self.outline = outline
         self.donated = donated
-        self.groups: list[list[Instruction]] = [[] for _ in range(num_groups)]
-        self.nbytes: dict[str, int] = {}
-        self.alive: set[tuple[Value, int]] = set()
+        self.groups: list[list[Instruction]] = [[] for _ in range(num_groups)]  # per group
+        self.nbytes: dict[str, int] = {}  # of the values so far, by name
+        self.alive: set[tuple[Value, int]] = set()  # the live values of each group at this point
 
     def value(self, v: compat.Var) -> Value:
         value = Value(self.outline.names[v])

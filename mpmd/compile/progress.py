@@ -9,12 +9,7 @@ from scheduler.base.waiting import Line
 
 
 class CompileProgress:
-    """A progress line on standard error, from `scheduler.base.waiting`.
-
-    Args:
-      stream: an output stream to use instead of standard error.
-      patience_s: seconds until the line appears.
-    """
+    """A progress line on standard error (or `stream`) after `patience_s`, from `scheduler.base.waiting`."""
 
     def __init__(self, stream: TextIO | None = None, patience_s: float | None = None):
         self._lock = threading.Lock()

@@ -26,7 +26,6 @@ def repeated_runs(sequences: Sequence[Sequence[int]], weights: Sequence[Sequence
 
     Args:
       sequences: kinds of equations (0 and above), one list for each program.
-      weights: the weights of these equations.
     """
     # One text: separators between sequences, and the elements of found runs, equal nothing.
     text = np.asarray([n for k, kinds in enumerate(sequences) for n in (*kinds, -1 - k)], np.int64)

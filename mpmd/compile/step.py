@@ -123,7 +123,6 @@ def compile_step(
       in_layouts, out_layouts: per flat argument (result), its layout or None.
       donated_args: flat arguments that the step may take over.
       name: the name of the step, which begins the names of its programs.
-      options: options for XLA.
       alike: lists of variables that are pieces of one array and so have one layout.
       others: the compiler of a step on the same groups with the same options; its programs are reused.
     """
@@ -159,8 +158,6 @@ def compile_bucket(
 
     Args:
       outline: the outline of the step, which is the same as the first one's outside the loops.
-      first: the step for microbatches of the first shape.
-      in_layouts, donated_args, alike: as for `compile_step`.
     """
     mesh, options = first.mesh, first.compiler.options
     first_of = {v: pieces[0] for pieces in alike for v in pieces}

@@ -74,10 +74,6 @@ def num_equations(jaxpr: compat.Jaxpr) -> int:
 class Pattern:
     """A jaxpr, prepared to be found in others, and to find others in it.
 
-    Attributes:
-      weights: per equation, the number of equations in it: itself, and all in the functions that it calls.
-      size: the sum of the weights.
-
     Args:
       numbers: numbers of the kinds of equations; one dict for all patterns that are compared.
     """

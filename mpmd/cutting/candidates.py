@@ -60,11 +60,7 @@ class Candidates:
         return tuple(m for m in self.marked if m.is_scan)
 
     def check_are_of_one_kind(self) -> None:
-        """Checks that one loop does not mix stage ends and layer ends.
-
-        Raises:
-          StageError: the loop has both; the error names a line of each.
-        """
+        """Raises a StageError that names a line of each if one loop mixes stage ends and layer ends."""
         kinds: dict[bool, compat.JaxprEqn] = {}
         for m in self.marked:
             for mark in m.marks:

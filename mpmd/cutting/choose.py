@@ -31,7 +31,6 @@ def choose(
     fast.
 
     Args:
-      eqn: a `treduce` equation of the step.
       layouts: of the arguments of the step with a known layout.
     """
     machine = machine_for_cuts(mesh)
@@ -50,11 +49,7 @@ def _even_if_alike(cut: Cut) -> Cut:
 
 
 def one_cut(choices: Sequence[Cut], infos: Sequence[ScheduledLoop], mesh: MpmdMesh) -> list[Cut]:
-    """Returns one cut for several loops: among those that are good for one of them, the one with the least total time.
-
-    Args:
-      choices: the best cut of each loop alone.
-    """
+    """Returns one cut for several loops: of `choices`, the best cut of each alone, that with the least total time."""
     if len({c.layers for c in choices}) == 1:
         return list(choices)
     memory = memory_limit(mesh, machine_for_cuts(mesh))

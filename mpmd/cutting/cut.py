@@ -37,9 +37,6 @@ from scheduler.schedules.graph import RULES
 def cut_trace(trace: Trace, mesh: MpmdMesh, in_layouts: Sequence[Layout | None]) -> Trace:
     """Returns the step with a known schedule in each loop, and only stage ends as marks.
 
-    Args:
-      in_layouts: the layout of each flat argument, or None.
-
     Raises:
       StageError: the marks, the schedule and the cuts of a loop do not fit each other.
     """

@@ -23,11 +23,7 @@ from mpmd.users_frame import users_frame
 
 
 def cut_outside(trace: Trace, hints: Sequence[Hint], num_groups: int) -> Trace:
-    """Returns the step without marks in scans outside of the loops; these scans are cut.
-
-    Args:
-      hints: where each flat argument is, as far as that is known.
-    """
+    """Returns the step without marks in scans outside of the loops; these scans are cut."""
     if not any(marked_kind(e) for e in trace.jaxpr.eqns):
         return trace
     trace = _without_marks_over_data(trace)

@@ -103,7 +103,6 @@ class Rewriter:
     # --- equations ---
 
     def _add(self, eqn: compat.JaxprEqn) -> None:
-        """Rewrites one equation."""
         self._reader = eqn
         if eqn.primitive is split_rows_p:
             pieces = self._read_pieces(eqn, eqn.invars[0], eqn.params["rows"])

@@ -26,16 +26,12 @@ from mpmd.tracing.trace import Trace
 
 @dataclasses.dataclass(frozen=True)
 class SplitStep:
-    """A step on pieces of arrays.
-
-    Attributes:
-      ins, outs: the cut of each argument and result of the user's step; None for whole ones.
-    """
+    """A step on pieces of arrays."""
 
     whole: Trace  # the user's step
     trace: Trace  # the step on pieces; each piece is an argument (a result), in a tuple that replaces the array
-    ins: tuple[Rows | None, ...]
-    outs: tuple[Rows | None, ...]
+    ins: tuple[Rows | None, ...]  # the cut of each argument of the user's step; None for whole ones
+    outs: tuple[Rows | None, ...]  # the cut of each result, likewise
     joins: tuple[WholeStack, ...] = ()  # the stacked values that are needed as a whole
 
     @functools.cached_property
@@ -70,7 +66,6 @@ def split_rows(
     Args:
       trace: the step, with cut scans (`split_scans`).
       in_rows, out_rows: how the user asks for each argument and result to be cut, or None.
-      whole_results: whether the user wants each result whole.
       has_whole_arguments: whether arguments stay whole, even if the results that replace them are cut.
     """
     jaxpr, arguments = trace.jaxpr, trace.arguments

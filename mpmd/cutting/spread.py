@@ -40,18 +40,12 @@ class Opened:
 
 
 class Spread:
-    """The cut of each variable that is cut into rows.
-
-    Attributes:
-      rows: the cut of each variable.
-      opened: the inner jaxprs of each equation (by its id) that is cut inside.
-      chopped: the cut of each `scan` (by its id) that is done as several shorter ones.
-    """
+    """The cut of each variable that is cut into rows."""
 
     def __init__(self) -> None:
         self.rows: dict[compat.Var, Rows] = {}
-        self.opened: dict[int, Opened] = {}
-        self.chopped: dict[int, Rows] = {}
+        self.opened: dict[int, Opened] = {}  # the inner jaxprs of each equation (by its id) that is cut inside
+        self.chopped: dict[int, Rows] = {}  # the cut of each `scan` (by its id) that is done as several shorter ones
         self._kept: list[object] = []  # keeps equations alive: ids are unique only among live objects
         self._factors: dict[int, list[Factor]] = {}
         self._has_grown = False

@@ -10,11 +10,7 @@ from mpmd.ops.stage_end import MarkId, RoleEnd, boundaries, mark_at, mark_p, wit
 
 
 def with_stage_ends(body: compat.ClosedJaxpr, candidates: Candidates, ends: Sequence[int]) -> compat.ClosedJaxpr:
-    """Returns the body of a loop with stage ends at some of its candidates, and no other marks.
-
-    Args:
-      ends: numbers of candidates.
-    """
+    """Returns the body of a loop with stage ends at some of its candidates (given by number), and no other marks."""
     chosen, lengths, first = set(ends), [], 0
     new_ids: dict[int, MarkId] = {}  # for each mark outside of scans that ends a stage, by its number
     number = 0

@@ -36,10 +36,6 @@ def backward_stages(body: Body, marks: Marks, backward: set[Node], forward: dict
     its neighbours transpose: a backward mark transposes its mark, another equation one that made or read its inputs. If
     equations of several stages stand there, it belongs to the last of these stages that its gradient inputs allow.
     Gradients from roles in several groups are added where the sum is read: each is sent there, none waits for another.
-
-    Args:
-      backward: the nodes of the backward pass.
-      forward: the stage of each forward equation.
     """
     last = marks.num_stages - 1
     text = _Text(body, marks, backward, forward)

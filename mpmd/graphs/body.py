@@ -130,7 +130,6 @@ def hoist(body: Body, of_a_list: bool = False) -> Body:
     Cheap views and constants may be computed again inside the tasks that read them.
 
     Args:
-      body: of a loop.
       of_a_list: whether microbatches of other shapes run by the same plan. Values from before the loop are the same for
         all shapes, and nobody knows which values depend on a shape (masks, positions, the seed of a mean's gradient, a
         table cut to length): each task computes its inputs.

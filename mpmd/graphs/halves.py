@@ -55,7 +55,6 @@ def halves(eqn: compat.JaxprEqn, urgent: Collection[compat.Var], costs: KeptByte
 
     Args:
       urgent: the urgent results; its effects are urgent too.
-      costs: of its operands.
     """
     return _ruled(eqn, _Urgent(urgent), costs)
 
@@ -65,7 +64,6 @@ def recomputation(eqn: compat.JaxprEqn, late: Collection[compat.Var], costs: Kep
 
     Args:
       late: the operands that arrive last; effects are in the rest.
-      costs: of its operands.
     """
     return _ruled(eqn, _Late(late), costs)
 
@@ -187,7 +185,6 @@ def _rest(
     """Returns the equations that make `wanted` later, repeated cheap ones before those of the rest, and their inputs.
 
     Args:
-      invars: the inputs of the divided equations.
       own: values that the rest has without keeping anything.
     """
     eqns = equations.live_equations(divided.rest, wanted)

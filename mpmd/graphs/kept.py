@@ -17,14 +17,7 @@ def fewest_bytes(
     wanted: Sequence[compat.Var],
     cost: Callable[[compat.Var], int],
 ) -> list[compat.Var]:
-    """Returns the values of fewest bytes from which the wanted ones can be made: a minimum cut through the equations.
-
-    Args:
-      invars: the inputs of the equations.
-      eqns: all equations that run before.
-      wanted: the values that are read later.
-      cost: the bytes that keeping a value takes.
-    """
+    """Returns the values of least `cost` from which the wanted ones can be made: a minimum cut through `eqns`."""
     values = [*invars, *(v for e in eqns for v in e.outvars)]
     number = {v: 2 + 2 * i for i, v in enumerate(values)}  # made at this node, read at the next one
     costs = {v: cost(v) for v in values}

@@ -15,25 +15,17 @@ from scheduler.base.texts import counted
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """The marks of a loop's body.
-
-    Attributes:
-      roles: the group of each stage, if stages are roles, which run where they are written; else None.
-    """
+    """The marks of a loop's body."""
 
     num_stages: int
     number: dict[Node, int]  # the boundary of each mark: forward, backward and tangent ones
     forward: tuple[Node, ...]  # the forward ones, in the order of the text
     labels: tuple[str | None, ...]  # the name of each stage, which the mark at its end sets, or None
-    roles: tuple[int, ...] | None = None
+    roles: tuple[int, ...] | None = None  # the group of each stage, if stages are roles: these run where written
 
     @classmethod
     def of(cls, body: Body, info: ScheduledLoop) -> "Marks":
-        """Reads and checks the marks of a body.
-
-        Raises:
-          StageError: the marks do not fit the schedule, or one depends on gradients.
-        """
+        """Reads a body's marks; raises a StageError if they do not fit the schedule, or if one depends on gradients."""
         nodes = [n for n in body.nodes if n.is_mark]
         forward = tuple(n for n in nodes if n.eqn.params["kind"] == "forward")
         _check_number_of_marks(forward, info.schedule)

@@ -20,17 +20,12 @@ class Cost(NamedTuple):
 
 
 class Labelling(NamedTuple):
-    """Nodes that need a label each, from `low` to `high` of the node, and the costs of a choice.
-
-    Attributes:
-      start: a first choice, which is feasible. Among equally cheap choices, the one that keeps most of it wins.
-      pairs: pairs of nodes in which the label of the first is at most the label of the second.
-    """
+    """Nodes that need a label each, from `low` to `high` of the node, and the costs of a choice."""
 
     low: Sequence[int]
     high: Sequence[int]
-    start: Sequence[int]
-    pairs: Sequence[tuple[int, int]]
+    start: Sequence[int]  # a first, feasible choice. Among equally cheap choices, the one that keeps most of it wins.
+    pairs: Sequence[tuple[int, int]]  # of nodes: the label of the first is at most the label of the second
     costs: Sequence[Cost]
 
 
@@ -181,7 +176,6 @@ def minimum_cut(num_nodes: int, edges: Iterable[tuple[int, int, int]], source: i
 
     Args:
       edges: triples of tail, head and capacity.
-      source, sink: the nodes to separate.
     """
     heads: list[int] = []
     room: list[int] = []

@@ -39,11 +39,7 @@ class Stack(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OpenLoop:
-    """A `scan` or `while`: its operands, carries and stacks, and the equations of an iteration.
-
-    Attributes:
-      test: the condition of a `while`, on `test_consts` and the carries of the original loop.
-    """
+    """A `scan` or `while`: its operands, carries and stacks, and the equations of an iteration."""
 
     eqn: compat.JaxprEqn  # the original loop, for what is not in a part (the length, the user's line)
     consts: Sequence[Operand]
@@ -52,7 +48,7 @@ class OpenLoop:
     stacks: Sequence[Stack]
     eqns: Sequence[compat.JaxprEqn]
     test_consts: Sequence[Operand] = ()
-    test: compat.Jaxpr | None = None
+    test: compat.Jaxpr | None = None  # the condition of a `while`, on `test_consts` and the original carries
 
     @classmethod
     def of(cls, eqn: compat.JaxprEqn) -> "OpenLoop":
@@ -95,9 +91,7 @@ def _own(jaxpr: compat.Jaxpr) -> compat.ClosedJaxpr:
 
 
 def fresh_body(closed: compat.ClosedJaxpr, last: Sequence[compat.Var] = ()) -> compat.Jaxpr:
-    """Returns an inner jaxpr, flat, with new variables, except that `last` are its last arguments; its constants are
-    literals.
-    """
+    """Returns an inner jaxpr, flat, with new variables but `last` as its last arguments; constants become literals."""
     own = closed.jaxpr.invars[: len(closed.jaxpr.invars) - len(last)]
     invars = [*(compat.Var(v.aval) for v in own), *last]
     eqns, outs = flat_on(closed, invars)

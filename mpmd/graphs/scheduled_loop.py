@@ -9,14 +9,10 @@ from scheduler.optimize.cuts import Cut
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ScheduledLoop(LoopInfo):
-    """The parameters of a loop, with a schedule instead of its name.
-
-    Attributes:
-      choice: the chosen cuts and others, with their costs; None if nothing was chosen.
-    """
+    """The parameters of a loop, with a schedule instead of its name."""
 
     schedule: Schedule
-    choice: Cut | None = dataclasses.field(default=None, compare=False)
+    choice: Cut | None = dataclasses.field(default=None, compare=False)  # None if nothing was chosen
 
     @classmethod
     def of(cls, info: LoopInfo, schedule: Schedule) -> "ScheduledLoop":

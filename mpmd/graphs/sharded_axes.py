@@ -22,12 +22,8 @@ Dims = tuple[Axes, ...]  # per axis of an array
 class ShardedAxes:
     """The mesh axes of each variable, filled equation by equation.
 
-    Attributes:
-      sizes: of the mesh axes with more than one device.
-
     Args:
       mesh: of a group; all groups have this shape.
-      known: specs of variables that are known from outside.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, known: Mapping[compat.Var, PartitionSpec] | None = None):

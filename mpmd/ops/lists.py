@@ -73,11 +73,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 class TakesList(BaseException):
-    """A loop takes an argument that is a list: the step is traced again, for one microbatch of each shape.
-
-    Args:
-      path: of the argument.
-    """
+    """A loop takes the argument at `path`, a list: the step is traced again, for one microbatch of each shape."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -95,15 +91,10 @@ class Microbatches(list):
     """A list argument while a step is traced: one microbatch stands for all.
 
     Args:
-      path: of the argument.
-      one: a microbatch, a pytree.
       number: the number of microbatches, an array.
       num_microbatches: the number of microbatches in the call for which the step is traced.
       is_counted: whether the trace is for this number alone.
       plain: the items, if the step reads them itself.
-
-    Attributes:
-      is_guarded: whether the step is being traced with it: then only its items can be read.
     """
 
     def __init__(
@@ -119,7 +110,7 @@ class Microbatches(list):
         self.path, self.one, self.number = path, one, number
         self.num_microbatches, self.is_counted = num_microbatches, is_counted
         self.plain = None if plain is None else tuple(plain)
-        self.is_guarded = False
+        self.is_guarded = False  # whether the step is being traced with it: then only its items can be read
 
     def check_is_plain(self) -> None:
         """Raises an error if the step reads a list of which only one microbatch is there."""
@@ -231,11 +222,7 @@ def at(tree: PyTree, path: Path) -> PyTree:
 
 
 def flattened(tree: PyTree, known: Mapping[Path, list]) -> tuple[list, TreeDef, dict[int, Path]]:
-    """Returns the leaves and the structure of a pytree with some lists as leaves, and the path of each such leaf.
-
-    Args:
-      known: the lists, by their paths.
-    """
+    """Returns the leaves and the structure of a pytree with some lists as leaves, and the path of each such leaf."""
     paths = {id(xs): path for path, xs in known.items()}
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: id(x) in paths)
     places = {i: paths[id(x)] for i, x in enumerate(leaves) if id(x) in paths}
@@ -249,11 +236,7 @@ def flattened(tree: PyTree, known: Mapping[Path, list]) -> tuple[list, TreeDef, 
 
 
 def found(xs: list) -> TakesList:
-    """Returns the exception for a plain list that a pipelined loop gets while a step is traced.
-
-    Raises:
-      StageError: the list is not an argument of the step.
-    """
+    """Returns the exception for a plain list in a pipelined loop; raises a StageError if it is no argument."""
     given = arguments.get()
     path = path_of(xs, given)
     if path is None:
@@ -266,11 +249,7 @@ def found(xs: list) -> TakesList:
 
 
 def elements(xs: list) -> Iterator[tuple[list, TreeDef]]:
-    """Yields the leaves and the structure of each microbatch.
-
-    Raises:
-      StageError: there is no microbatch, or they have different structures.
-    """
+    """Yields each microbatch's leaves and structure; raises a StageError if there is none, or structures differ."""
     if not xs:
         raise StageError("treduce: xs is an empty list. At least one microbatch is needed.")
     first = jax.tree.structure(xs[0])

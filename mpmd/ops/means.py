@@ -24,17 +24,13 @@ class Means:
     """The function of a loop, with means turned into sums.
 
     Args:
-      fun, operation: of the loop.
       weights: maps a microbatch to its weight; None if all count alike.
-      number: of the microbatches, a number or an array.
-
-    Attributes:
-      operations: for the results of `sums`, after its first call.
+      number: of the microbatches.
     """
 
     def __init__(self, fun: Callable, operation: PyTree, weights: Callable | None, number: int | jax.Array):
         self._fun, self._operation, self._weights, self._number = fun, operation, weights, number
-        self.operations: list[Operation] = []
+        self.operations: list[Operation] = []  # for the results of `sums`, after its first call
         # The dtype of each mean before it is weighted; None for other outputs.
         self._dtypes: list[np.dtype | None] = []
         self._tree: TreeDef = None

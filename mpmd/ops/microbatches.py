@@ -85,9 +85,6 @@ def doubt_of(names: Sequence[str], types: Sequence[tuple[tuple[int, ...], np.dty
     The arrays of a microbatch share their first axis, its rows; arrays of several ranks with the same first axis have
     rows. A row with its label has a scalar next to arrays. If these may have rows, only an integer counts as a label:
     a float may be the weight of a microbatch. Keys count as neither.
-
-    Args:
-      types: shape and dtype of each leaf in a microbatch.
     """
     plain = [
         (name, shape, dtype)

@@ -259,11 +259,7 @@ def is_number_or_array(x: object) -> bool:
 
 
 def output_leaves(outs: PyTree, name: str) -> tuple[list, TreeDef]:
-    """Returns the leaves of the result of a loop's function, and their structure.
-
-    Raises:
-      StageError: one of them is no array.
-    """
+    """Returns the leaves of a loop function's result, and their structure; raises a StageError if one is no array."""
     found, tree = jax.tree_util.tree_flatten_with_path(outs)
     for path, x in found:
         if not is_number_or_array(x) and not hasattr(x, "__jax_array__"):

@@ -47,18 +47,13 @@ treduce_p.multiple_results = True
 
 @dataclasses.dataclass(frozen=True)
 class LoopInfo:
-    """The parameters of a microbatch loop's equation, except its body.
-
-    Attributes:
-      cuts: how many layers each stage gets, as given or as chosen; None if marks alone determine where stages end.
-      doubt: a description of a microbatch that may be a row of a batch; else None.
-    """
+    """The parameters of a microbatch loop's equation, except its body."""
 
     schedule: Schedule | str | None  # as the user gave it; None for a loop without a pipeline
     num_microbatches: int
     operations: tuple[Operation, ...]
-    cuts: tuple[int, ...] | None = None
-    doubt: str | None = dataclasses.field(default=None, compare=False)
+    cuts: tuple[int, ...] | None = None  # layers of each stage, given or chosen; None if marks alone end stages
+    doubt: str | None = dataclasses.field(default=None, compare=False)  # a microbatch that may be a row of a batch
     path: lists.Path | None = None  # of the argument that is the list of its microbatches, if there is one
 
     def __str__(self):
@@ -286,11 +281,7 @@ def _treduce(
     doubt: str | None = None,
     of: Microbatches | None = None,
 ) -> PyTree:
-    """Traces `take(index)` once and binds the loop; values that it closes over become operands.
-
-    Args:
-      of: the list that the loop runs over.
-    """
+    """Traces `take(index)` once and binds the loop; values that it closes over become operands."""
     if schedule is not None:
         _check_schedule(schedule, name)
     cuts = _checked_cuts(cuts, schedule, name)

@@ -86,19 +86,14 @@ def _is_coarse(part: _Summand, value: Atom) -> bool:
 
 
 class _Outputs:
-    """The outputs of a loop, reduced one after the other.
-
-    Attributes:
-      added: further nodes for the body.
-      accumulators, after: as `reduce_outputs` returns them.
-    """
+    """The outputs of a loop, reduced one after the other."""
 
     def __init__(self, body: Body, info: ScheduledLoop, split: bool):
         self.body = body
         self.num_microbatches = info.num_microbatches
         self._of_a_list = info.path is not None
         self._last_stage = info.schedule.num_stages - 1
-        self.added: list[Node] = []
+        self.added: list[Node] = []  # further nodes for the body
         self.accumulators: list[Accumulator] = []
         self.after: list[compat.JaxprEqn] = []
         self._joins = Joins(body) if split else None

@@ -56,9 +56,7 @@ def cheap_on_data(body: Body, may_float: Callable[[Node], bool]) -> set[Node]:
 
 
 def sink_residuals(body: Body) -> Body:
-    """Moves a forward equation into the backward of its stage if only that backward reads it, and if that needs no
-    more bytes of residuals than before.
-    """
+    """Moves a forward equation that only its stage's backward reads there, if that needs no more bytes of residuals."""
     readers: dict[compat.Var, set[Place | None]] = defaultdict(set)
     for v in body.outvars:
         if not isinstance(v, compat.Literal):

@@ -47,13 +47,8 @@ class _Graph:
     """The forward equations to be placed, by number: without marks and floating equations.
 
     Attributes:
-      last: the last stage.
       marked: the stage that each forward mark begins.
-      parameters: the parameters that each equation reads, by its number; equations that read none are left out.
       made: per equation, the equations that make its inputs, directly or through marks.
-      written: per equation, the stage where it stands between the forward marks.
-      after_marks, before_marks: per equation, the first and the last stage that the marks next to it allow.
-      side: losses, metrics, residuals: equations that neither a mark nor an equation with parameters needs.
     """
 
     def __init__(self, body: Body, marks: Marks, backward: set[Node]):
@@ -65,13 +60,13 @@ class _Graph:
         self.marked = {n: min(marks.number[n] + 1, self.last) for n in forward if n in marks.number}
         self.nodes = [n for n in forward if n not in self.marked and n not in floating]
         self.number = {n: i for i, n in enumerate(self.nodes)}
-        self.parameters: dict[int, Parameters] = {}
+        self.parameters: dict[int, Parameters] = {}  # per equation that reads any, those that it reads
         for i, node in enumerate(self.nodes):
             if not _is_free_view(node) and (found := self.parameters_of(node)):
                 self.parameters[i] = found
         self.made = [sorted({self.number[s] for s in self._sources(n) if s in self.number}) for n in self.nodes]
-        self.written = self._text_stages()
-        self.side = self._side_work()
+        self.written = self._text_stages()  # per equation, the stage where it stands between the forward marks
+        self.side = self._side_work()  # losses, metrics, residuals
         self.after_marks, self.before_marks = self._stages_between_marks(marks)
 
     def with_parameters(self, stages: Sequence[int]) -> set[int]:

@@ -135,7 +135,6 @@ Spot = tuple[int, int]  # the position of an item, and a group that runs it
 
 
 def _ends_task(item: Item) -> bool:
-    """Returns whether an item is the end of a task."""
     return not isinstance(item, Loop) and item.primitive is place_p and bool(item.params.get("ends_task"))
 
 

@@ -18,24 +18,18 @@ _ANY = PartitionSpec.UNCONSTRAINED
 
 
 class Local(NamedTuple):
-    """The plan by which an equation that sums over sharded axes runs on each device's rows.
-
-    Attributes:
-      gathered: per operand, the spec to constrain it to before that; None: it stays as it is.
-    """
+    """The plan by which an equation that sums over sharded axes runs on each device's rows."""
 
     in_specs: tuple[PartitionSpec, ...]  # per operand, its spec
     out_spec: PartitionSpec  # the spec of the parts
     axes: Axes  # the mesh axes that are summed over
     manual: set[str]  # the mesh axes that these specs use
-    gathered: tuple[PartitionSpec | None, ...]
+    gathered: tuple[PartitionSpec | None, ...]  # per operand, the spec to constrain it to before; None: as it is
 
 
 def local_sum(eqn: compat.JaxprEqn, sharded: ShardedAxes, refused: Collection[str] = ()) -> Local | None:
-    """Plans an equation on each device's rows; returns None if it sums over no sharded axis, or if types forbid it.
-
-    Args:
-      refused: the mesh axes over which its result should have no parts.
+    """Plans an equation on each device's rows, with no parts over `refused` mesh axes; None if it sums over no sharded
+    axis, or if types forbid it.
     """
     if (found := _summed(eqn, [sharded.of(v) for v in eqn.invars])) is None:
         return None

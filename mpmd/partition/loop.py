@@ -45,17 +45,13 @@ from scheduler.task import Orders, Reads
 
 @dataclasses.dataclass(frozen=True)
 class TaskBody:
-    """The equations of one task, and the values that it exchanges; the same for every microbatch.
-
-    Attributes:
-      reads, writes: values of the same microbatch from and for other tasks.
-    """
+    """The equations of one task, and the values that it exchanges; the same for every microbatch."""
 
     place: Place
     eqns: tuple[compat.JaxprEqn, ...]  # the equations, in order; cheap ones may be in several tasks
     operands: tuple[compat.Var, ...]  # loop operands (parameters, whole batches) that it reads
-    reads: tuple[compat.Var, ...]
-    writes: tuple[compat.Var, ...]
+    reads: tuple[compat.Var, ...]  # values of the same microbatch from other tasks
+    writes: tuple[compat.Var, ...]  # values of the same microbatch for other tasks
     accumulates: tuple[int, ...]  # positions in `LoopPartition.accumulators`
     uses_index: bool  # whether it needs the microbatch index
 

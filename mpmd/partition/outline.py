@@ -29,18 +29,14 @@ Groups = frozenset[int]
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Equations outside of the loops that one group runs as one executable.
-
-    Attributes:
-      reads, writes: variables of the step, in the argument order of the executable.
-    """
+    """Equations outside of the loops that one group runs as one executable."""
 
     name: str
     group: int
     level: int
     eqns: tuple[compat.JaxprEqn, ...]
-    reads: tuple[compat.Var, ...]
-    writes: tuple[compat.Var, ...]
+    reads: tuple[compat.Var, ...]  # variables of the step, in the executable's order
+    writes: tuple[compat.Var, ...]  # variables of the step, in the executable's order
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,15 +23,11 @@ Readers = dict[tuple[compat.Var, int], set[int]]
 
 
 class Packed(NamedTuple):
-    """Transfers with packed scalars, and the equations that pack and unpack them.
-
-    Attributes:
-      first: per (level, group), equations that a segment runs at its beginning.
-    """
+    """Transfers with packed scalars, and the equations that pack and unpack them."""
 
     transfers: list[OutlineTransfer]  # all transfers that remain
     last: dict[tuple[int, int], list[compat.JaxprEqn]]  # per (level, group), equations that a segment runs at its end
-    first: dict[tuple[int, int], list[compat.JaxprEqn]]
+    first: dict[tuple[int, int], list[compat.JaxprEqn]]  # likewise, at its beginning
     readers: Readers  # per (packed vector, group), the level at which it is read
     sizes: dict[compat.Var, int]  # per packed vector, its number of scalars
 
@@ -39,11 +35,7 @@ class Packed(NamedTuple):
 def pack_scalars(
     transfers: list[OutlineTransfer], readers: Readers, segments: set[tuple[int, int]], loop_levels: set[int]
 ) -> Packed:
-    """Packs the scalars among transfers.
-
-    Args:
-      segments: (level, group) of every segment.
-    """
+    """Packs the scalars among transfers; `segments` has the (level, group) of each segment."""
     together: dict[tuple, list[OutlineTransfer]] = defaultdict(list)
     for t in transfers:
         until = min(readers[t.var, t.target])

@@ -53,14 +53,9 @@ class Partial(NamedTuple):
 def sum_once(
     body: Body, accumulators: Sequence[Accumulator], sharded: ShardedAxes, num_microbatches: int
 ) -> tuple[Body, list[Accumulator], list[compat.JaxprEqn]]:
-    """Accumulates parts per device where that is possible.
+    """Accumulates parts per device where that is possible, in a body with places and without unused equations.
 
-    Args:
-      body: a body with places and without unused equations.
-      sharded: the known shardings of the operands of the loop.
-
-    Returns:
-      The body and its accumulators, and the equations that sum their results.
+    Returns the body and its accumulators, and the equations that sum their results.
     """
     sharded = sharded.read(n.eqn for n in body.nodes)
     wanted = {v: _scattered_over(body, v, sharded) for v in _wanted(body, accumulators)}
@@ -104,10 +99,8 @@ def _scattered_over(body: Body, value: Atom, sharded: ShardedAxes) -> frozenset[
 def _in_parts(
     body: Body, wanted: Wanted, whole: Set[Atom], sharded: ShardedAxes
 ) -> tuple[list[Node], Mapping[Atom, "Partial"]]:
-    """Puts the `wanted` values in parts where possible. Returns the nodes of the new body, and the parts.
-
-    Args:
-      whole: values that are reduced otherwise.
+    """Puts the `wanted` values in parts where possible; values in `whole` are reduced otherwise. Returns the nodes of
+    the new body, and the parts.
     """
     place = {v: n.place for n in body.nodes if n.per_microbatch for v in n.eqn.outvars}
     summable = _summable(
@@ -135,7 +128,6 @@ def _summable(
 
     Args:
       near: returns whether an equation may read the parts of a value.
-      whole: values that are needed as a whole.
       inputs: further values to check.
     """
     readers: dict[Atom, list[compat.JaxprEqn]] = defaultdict(list)
@@ -156,14 +148,8 @@ def _summable(
 class _Sums:
     """Replaces equations by equations that make parts of their results.
 
-    Attributes:
-      partials: the values that are in parts so far.
-
     Args:
-      sharded: the mesh axes of all values.
-      summable: the values that may be in parts.
       secondary: mesh axes to use for parts only where no other axes are possible.
-      partials: the inputs that are in parts.
     """
 
     def __init__(
@@ -173,7 +159,7 @@ class _Sums:
         secondary: Collection[str],
         partials: Mapping[Atom, Partial] | None = None,
     ):
-        self.partials: dict[Atom, Partial] = dict(partials or {})
+        self.partials: dict[Atom, Partial] = dict(partials or {})  # the values that are in parts so far
         self._sharded = sharded
         self._summable = summable
         self._secondary = secondary
@@ -398,7 +384,6 @@ class _Sums:
         return jax.vmap(_first_only, in_axes=(None, 0))(x, self._numbers(axes))
 
     def _numbers(self, axes: Axes) -> jax.Array:
-        """Returns the numbers of the parts."""
         numbers = jnp.arange(math.prod(self._sharded.sizes[n] for n in axes))
         lead = _explicit(axes, compat.current_mesh())
         return jax.reshard(numbers, PartitionSpec(lead)) if lead else numbers

@@ -24,20 +24,10 @@ class Pins:
     """The groups that hold each variable, filled equation by equation in the order of the step.
 
     Attributes:
-      of: per variable, the groups that hold it; None where any group would do.
       firm: variables with a place that follows from a placed value: an argument, a loop's result, a `place`. The other
         variables have a place only for want of a better one.
       weights: large placed arguments, and values that are made from these only.
-      state: arguments that the step returns anew, and values that are made from them.
-      grown: results larger than their operands: the operands are sent instead.
-      anchored: results of equations that stay with their weights.
       disputed: results of equations that had to choose a group that lacks an array, and values that depend on them.
-      torn: whether an equation had to choose between groups.
-      stages: the groups of the stages between marks, if there are marks.
-
-    Args:
-      arguments: the groups of each input, where they are known.
-      state: inputs that are state.
     """
 
     def __init__(
@@ -46,15 +36,15 @@ class Pins:
         state: Iterable[compat.Var] = (),
         stages: StageGroups | None = None,
     ):
-        self.of: dict[compat.Var, Groups | None] = dict(arguments)
+        self.of: dict[compat.Var, Groups | None] = dict(arguments)  # the groups that hold it; None: any would do
         self.firm = {v for v, groups in arguments.items() if groups is not None}
         self.weights = {v for v in self.firm if equations.size(v.aval) > WEIGHT}
-        self.state = set(state)
-        self.grown: set[compat.Var] = set()
-        self.anchored: set[compat.Var] = set()
+        self.state = set(state)  # arguments that the step returns anew, and values that are made from them
+        self.grown: set[compat.Var] = set()  # results larger than their operands: the operands are sent instead
+        self.anchored: set[compat.Var] = set()  # results of equations that stay with their weights
         self.disputed: set[compat.Var] = set()
-        self.torn = False
-        self.stages = stages
+        self.torn = False  # whether an equation had to choose between groups
+        self.stages = stages  # of the stages between marks, if there are marks
         self._order: dict[compat.Var, int] = {}
         self._after_loop = False
 
@@ -182,12 +172,10 @@ class Pins:
 def with_fewest_bytes(
     items: Sequence[compat.JaxprEqn], pins: list[Groups | None], held: Pins, wanted: Mapping[compat.Var, Groups]
 ) -> list[Groups | None]:
-    """Returns the pins with which the fewest bytes cross. Equations that no weight holds may move to other groups.
+    """Returns the pins with which the fewest bytes cross, in a step without a loop. Equations that no weight holds may
+    move to other groups.
 
     Args:
-      items: the equations of a step without a loop.
-      pins: their groups so far.
-      held: the same by variable.
       wanted: the groups in which results are wanted, where they are known.
     """
     labels: list[int] = []

@@ -29,12 +29,11 @@ class StageGroups:
 
     Attributes:
       arrivals: per equation, for operands that passed a mark, the stage that the last such mark begins.
-      with_weights: the equations (by their first results) that read weights of their stage, directly or derived.
     """
 
     stage: dict[compat.Var, int]  # per equation (by its results), the stage in which it stands
     arrivals: dict[compat.Var, dict[compat.Var, int]]
-    with_weights: set[compat.Var]
+    with_weights: set[compat.Var]  # equations (by first result) that read weights of their stage, directly or derived
     groups: list[int]  # per stage, its group
     firm: list[bool]  # per stage, whether its role or placed weights determine the group
 

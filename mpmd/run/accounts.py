@@ -37,12 +37,7 @@ class Accounts:
     """The reports of one program to the ledger.
 
     Args:
-      bindings: the instructions of this process.
-      groups: the meshes of all groups.
       activity: receives the pace of this process if it asks for it; None where several processes compute together.
-
-    Attributes:
-      recorder: measures the current call; None if the call is not measured.
     """
 
     def __init__(self, of: Ledger, bindings: Bindings, groups: Sequence[Mesh], activity: Activity | None = None):
@@ -55,17 +50,11 @@ class Accounts:
         self._shares: dict[str, float] = {}
         self._num_calls = 0
         self._measured_at = 0, 0.0  # number and time of the last measured call
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder | None = None  # measures the current call; None if the call is not measured
 
     @contextlib.contextmanager
     def call(self, bindings: Bindings, slots: SlotValues, work: Hashable) -> Iterator[Measured]:
-        """Accounts for one call, which runs inside this context.
-
-        Args:
-          bindings: the bindings of this call.
-          slots: the slots that it reads and writes.
-          work: a key of its work; calls with equal keys compute equally much, in any order.
-        """
+        """Accounts for the call inside this context. Calls of equal `work` compute equally much, in any order."""
         begin, count = self._ledger.begin_call(), self._num_calls
         self._num_calls += 1
         has_pace = self._activity is not None and self._activity.has_pace
@@ -138,12 +127,10 @@ def _last_results(bindings: Bindings, outputs: set[int], lanes: Sequence[int]) -
 
 
 def seconds_by_part(rows: RecordedTimes, lanes: Sequence[int], begin: float, end: float) -> dict[str, float]:
-    """Divides the time of a call among the parts, summed over the devices of a process.
+    """Divides the time of a call (seconds `begin` to `end`) among the parts, summed over the devices of a process.
 
     Args:
-      rows: the recorded times.
       lanes: per group, its lane; groups that share devices, and so take turns, have the same lane.
-      begin, end: times of the call, in seconds.
 
     Returns:
       Seconds by part; each lane that ran something contributes `end - begin` in total.

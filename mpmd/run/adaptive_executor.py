@@ -72,13 +72,10 @@ class AdaptiveExecutor(Executor):
 
     @property
     def _is_in_order(self) -> bool:
-        """Whether the planned order is kept."""
         return bool(self._planned_because)
 
     def _look_at(self, seconds: float) -> None:
-        """Looks at the seconds that a step took. Short tasks keep their order from now on, unless the user has chosen
-        the kinds that run ahead.
-        """
+        """After steps of short tasks keeps their order from now on, unless the user chose the kinds that run ahead."""
         tasks = max(sum(self._events.events[k].may_move for k in own) for own in self._events.lists)
         self._num_short = self._num_short + 1 if seconds < _SHORT_S * tasks else 0
         schedules = [p.loop.schedule for p in self._loops]
@@ -194,12 +191,7 @@ def _do(instruction: Instruction, slots: SlotValues, base: int) -> Sequence[jax.
 
 
 def _event(b: BoundInstruction, loops: set[int], values: set[str]) -> PlannedEvent:
-    """Returns an instruction as an event.
-
-    Args:
-      loops: the loops with tasks that may run out of turn.
-      values: the values that go between these tasks.
-    """
+    """Returns an instruction as an event. Tasks of `loops` may run out of turn; `values` go between these tasks."""
     if b.code == RUN:
         if b.tasks and b.loop in loops:
             kind, key = "".join(t.kind for t in b.tasks), (b.group, b.loop, *((t.stage, t.kind) for t in b.tasks))

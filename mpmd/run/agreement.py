@@ -92,9 +92,6 @@ def _value(x: jax.Array | np.ndarray) -> str:
 def agree(job: Job, plan: Announcement, ranks: Sequence[int], call: Note) -> int:
     """Checks that all `ranks` are about to run the same plan. Returns a number for the plan, the same in all of them.
 
-    Args:
-      call: the call for which they agree.
-
     Raises:
       ScheduleError: the plans or earlier calls differ; the message says where. Every process raises it.
     """

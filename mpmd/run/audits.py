@@ -43,17 +43,11 @@ _NUM_PLANNERS = 16  # lists of each length have their own planner
 
 
 class AuditSampling:
-    """The choice of the calls that are audited: one in `every`.
-
-    Attributes:
-      every: an audited call comes once in so many calls.
-      count: the number of calls so far.
-      results: the results of the last call, if it was audited.
-    """
+    """The choice of the calls that are audited: one in `every`."""
 
     def __init__(self, every: int):
-        self.every, self.count = every, 0
-        self.results: ResultsAtRest | None = None
+        self.every, self.count = every, 0  # `count`: the number of calls so far
+        self.results: ResultsAtRest | None = None  # of the last call, if it was audited
         self._epoch: int | None = None
 
     def begin(self, epoch: int) -> None:
@@ -80,15 +74,11 @@ class _Auditable(NamedTuple):
 
 
 class _OwnStep(NamedTuple):
-    """The step that an instruction belongs to; for a step over lists, the step for the shape of its microbatch.
-
-    Attributes:
-      places: for each instruction of the call, its position in the order of `scheduler.merge` of the program.
-    """
+    """The step that an instruction belongs to; for a step over lists, the step for the shape of its microbatch."""
 
     programs: StepPrograms
     program: Program
-    places: Sequence[int]
+    places: Sequence[int]  # per instruction of the call, its position in the order of `scheduler.merge` of the program
     dealt: frozenset[str]  # names of the arguments that differ between microbatches
 
 
@@ -109,12 +99,7 @@ class _Drawn(NamedTuple):
 
 
 class AuditedExecutor(Executor):
-    """Runs this process's part of a program and of its audits.
-
-    Args:
-      of: the arguments of `Executor`.
-      sampling: which calls are audited.
-    """
+    """Runs this process's part of a program and of its audits."""
 
     def __init__(self, *of: Any, sampling: AuditSampling):
         self._sampling = sampling
@@ -336,14 +321,13 @@ class _AuditedCall:
 
     Attributes:
       programs: the calls of the audit, and the values that they exchange.
-      groups: the audited group first, then the auditors.
       found: per group of this process, a function that waits for the findings of its devices and returns them.
     """
 
     def __init__(self, drawn: _Drawn, variables: Mapping[tuple[str, bool], compat.Var]):
         group, plan, programs = drawn.what.group, drawn.plan, drawn.own.programs
         (executable,) = programs.executables_of(drawn.what.instruction)
-        self.groups = group, *plan.auditors
+        self.groups = group, *plan.auditors  # the audited group first, then the auditors
         local = programs.mesh.local_groups
         self._digests: dict[tuple[int, str], dict[Device, jax.Array]] = {}
         self._held = [k for k, v in enumerate(plan.copies) if v in plan.program.inputs_of(group)]

@@ -29,16 +29,12 @@ from scheduler.programs.merging import GroupInstruction
 
 @dataclasses.dataclass(frozen=True)
 class Bindings:
-    """All instructions of this process.
-
-    Attributes:
-      inputs, outputs: per flat argument (result) of the step, groups and slots.
-    """
+    """All instructions of this process."""
 
     instructions: Sequence[BoundInstruction]
     template: SlotValues  # the slots before a step; microbatch indices and other constants are filled in
-    inputs: list[list[tuple[int, int]]]
-    outputs: list[list[tuple[int, int]]]
+    inputs: list[list[tuple[int, int]]]  # per flat argument of the step, groups and slots
+    outputs: list[list[tuple[int, int]]]  # per flat result, likewise
     num_pieces: int  # the number of pieces that all processes exchange in a step
     slots: "Slots"  # the slot numbers of values
     places: list[int]  # per instruction, its position in the order of `scheduler.merge`
@@ -66,11 +62,7 @@ class Bindings:
 
 
 def bind(programs: StepPrograms, program: Program, job: Job | None) -> Bindings:
-    """Binds the instructions of this process's groups. In a job it waits for compilations.
-
-    Args:
-      job: None where all groups belong to this process.
-    """
+    """Binds the instructions of this process's groups. In a job (None: all groups are here), waits for compilations."""
     slots, limits = Slots(programs.mesh, job), None if job is None else Limits(job, programs, program)
     return _bind(programs, program, job, limits, BoundCalls(programs, slots, frozenset()), _merged(programs, program))
 
@@ -120,10 +112,8 @@ def values_of_instruction(
 ) -> tuple[list[Value | np.generic], list[Value], list[Value]]:
     """Returns the inputs, the outputs and the donated inputs of an instruction that calls one executable.
 
-    The inputs come in the executable's order: values, and numbers that are constants of the program.
-
-    Args:
-      dealt: names of the arguments that differ between microbatches.
+    The inputs come in the executable's order: values, and numbers that are constants of the program. The arguments
+    named in `dealt` differ between microbatches.
     """
     slots = Slots(programs.mesh, job)
     calls = BoundCalls(programs, slots, dealt)
@@ -146,15 +136,7 @@ class SummedOutput(NamedTuple):
 
 
 class BoundBuckets:
-    """The bound programs of buckets, which match instruction by instruction, for microbatches of different shapes.
-
-    Args:
-      buckets: a step for each shape, with its program.
-      dealt: names of the arguments that differ between microbatches.
-
-    Attributes:
-      of: per bucket, its bindings; all buckets share the slots.
-    """
+    """The bound programs of buckets, which match instruction by instruction, for microbatches of different shapes."""
 
     def __init__(self, buckets: Sequence[tuple[StepPrograms, Program]], job: Job | None, dealt: Set[str]):
         (first, program), *others = buckets
@@ -162,7 +144,7 @@ class BoundBuckets:
         self._limits = None if job is None else Limits(job, first, program, ORDER_BITS, [p for p, _ in others])
         self._calls = [BoundCalls(programs, self.slots, dealt) for programs, _ in buckets]
         merged = {id(one): _merged(first, one) for one in {id(one): one for _, one in buckets}.values()}
-        self.of = [
+        self.of = [  # per bucket; all share the slots
             _bind(programs, program, job, self._limits, calls, merged[id(program)])
             for (programs, program), calls in zip(buckets, self._calls, strict=True)
         ]

@@ -38,11 +38,7 @@ def variables_of(programs: StepPrograms) -> dict[tuple[str, bool], compat.Var]:
 
 
 class BoundTransfers:
-    """Binds sends and receives, and counts the pieces that they move.
-
-    Args:
-      num_pieces: the number of pieces counted before.
-    """
+    """Binds sends and receives, and counts the pieces that they move, from `num_pieces` on."""
 
     def __init__(
         self, programs: StepPrograms, program: Program, job: Job | None, slots: Slots, limits: Limits | None,

@@ -56,15 +56,10 @@ class _Picked(Sequence[BoundInstruction]):
     Args:
       table, walked: instructions of all buckets, and their walked form, indexed by the picks and then by place.
       picks: per leading axis of the table, the index for each place.
-
-    Attributes:
-      places: the places that the call has.
-      is_whole: whether these are all places.
-      walked: the picked instructions in the form that the executor walks.
     """
 
     def __init__(self, table: np.ndarray, walked: np.ndarray, picks: Sequence[np.ndarray], places: np.ndarray):
-        self._table, self._picks, self.places = table, picks, places
+        self._table, self._picks, self.places = table, picks, places  # `places`: all that the call has
         self._changed: dict[int, BoundInstruction] = {}  # by place
         self._more: dict[int, list[int]] = {}  # by place, further slots to read, for the last time
         at, self.is_whole = picks[0], len(places) == table.shape[-1]
@@ -121,7 +116,6 @@ class BucketExecutor(Executor):
     """Runs this process's part of a program for any order of microbatches.
 
     Args:
-      buckets: the step for each shape, and its program.
       whole: the first trace of the step.
       dealt: names of the arguments that differ between microbatches.
       absent: positions of these arguments, constants included.

@@ -64,10 +64,8 @@ def consume(
     """Deletes a donated argument, as `jax.jit` does, except for buffers that the step returned unchanged.
 
     Args:
-      leaf: the argument.
       placed: its array in each group that reads it; if the argument is cut into pieces, the arrays of each piece.
       kept: the step's results, by `id`.
-      shared: whether groups share devices.
     """
     if isinstance(leaf, MpmdArray):
         leaf._consume()

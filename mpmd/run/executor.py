@@ -38,23 +38,12 @@ from scheduler import Program, Task
 
 
 class Executor:
-    """Runs this process's part of a checked program.
-
-    Args:
-      whole: the trace of the step that the user calls.
-
-    Attributes:
-      bindings: the bound instructions that it runs.
-      job: the processes that the step runs in; None where all groups belong to this one.
-      ranks: the processes of all groups.
-      program: the program of all groups.
-      flight: the times at which it began its latest instructions.
-    """
+    """Runs this process's part of a checked program; `whole` is the trace of the step that the user calls."""
 
     def __init__(self, programs: StepPrograms, program: Program, whole: Trace):
-        self.ranks = tuple(sorted({r for ranks in programs.mesh.processes for r in ranks}))
+        self.ranks = tuple(sorted({r for ranks in programs.mesh.processes for r in ranks}))  # those of all groups
         job = joining.current() if len(self.ranks) > 1 else None
-        self.job = job if job is not None and job.rank in self.ranks else None
+        self.job = job if job is not None and job.rank in self.ranks else None  # None: all groups are here
         if jax.process_index() not in self.ranks and not programs.mesh.is_part:
             warnings.warn(
                 f"mpmd: process {jax.process_index()} has none of the mesh's devices, which are those of"
@@ -66,8 +55,8 @@ class Executor:
         watched = self._alone if self.job is None else self.job
         self._activity = None if watched is None else watched.activity
         self.bindings = self._bind(programs, program)
-        self.program = program
-        self.flight = Flight(len(self.bindings.instructions))
+        self.program = program  # of all groups
+        self.flight = Flight(len(self.bindings.instructions))  # the times at which it began its latest instructions
         self._num_steps = 0
         self.call_number = 0
         self._next_piece: int | None = None
@@ -98,14 +87,7 @@ class Executor:
             self._instructions, self._is_finished = self._bound(), True
 
     def __call__(self, arguments: Sequence[Mapping[int, jax.Array]]) -> list[dict[int, jax.Array]]:
-        """Runs the step once.
-
-        Args:
-          arguments: per flat input (captured constants first), `{group: array}`.
-
-        Returns:
-          Per flat result, `{group: array}`.
-        """
+        """Runs the step once. Per flat argument (captured constants first) and per flat result: `{group: array}`."""
         slots = self._fill(arguments)
         # The user did not write the transfers between groups, so the user's transfer guard does not apply to them.
         with jax.transfer_guard_device_to_device("allow"):
@@ -132,11 +114,7 @@ class Executor:
     ) -> tuple[list[dict[int, jax.Array]], Callable[[], RecordedTimes]]:
         """Runs the step once, as a call does, and records when each instruction of this process ran.
 
-        Args:
-          step: its number, for the rows.
-
-        Returns:
-          The results, and a slow function that returns the rows, in times of this process's clock.
+        Returns the results, and a slow function that returns the rows (for `step`), in times of this process's clock.
         """
         slots = self._fill(arguments)
         self.finish()

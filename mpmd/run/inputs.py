@@ -22,13 +22,7 @@ from mpmd.tracing.arguments import Args, Kwargs, check_leaves, leaf_type, short_
 
 
 class Inputs:
-    """The inputs of a compiled step.
-
-    Attributes:
-      shardings, avals: per flat argument.
-      pieces: type and sharding of each array that the programs take: an argument, or a piece of one.
-      constants: the arrays that the step's function has captured, `{group: array}` each.
-    """
+    """The inputs of a compiled step."""
 
     def __init__(self, programs: StepPrograms, split: SplitStep):
         mesh, trace = programs.mesh, programs.outline.trace
@@ -37,18 +31,18 @@ class Inputs:
             for v, groups in zip(trace.jaxpr.invars, programs.outline.inputs, strict=True)
         ]
         here = () if mesh.is_described else mesh.local_groups
-        self.constants = [
+        self.constants = [  # the arrays that the step's function has captured, `{group: array}` each
             {g: device_put.put_copy(c, s.group_sharding(g)) for g in s.groups if g in here}
             for c, s in zip(trace.consts, shardings, strict=False)
         ]
-        self.avals: list[compat.Aval] = [v.aval for v in split.whole.arguments]
+        self.avals: list[compat.Aval] = [v.aval for v in split.whole.arguments]  # per flat argument
         of_arguments = zip(trace.arguments, shardings[len(trace.consts) :], strict=True)
-        self.pieces = [(v.aval, s) for v, s in of_arguments]
+        self.pieces = [(v.aval, s) for v, s in of_arguments]  # per argument, or piece of one, that the programs take
         self._whole = split.whole
         self._names: Sequence[str] = split.whole.in_names
         self._rows = split.ins
         self._of_pieces = [[self.pieces[k][1] for k in ks] for ks in split.in_positions]
-        self.shardings = [
+        self.shardings = [  # per flat argument
             of_pieces[0] if rows is None else split_sharding(of_pieces[0], rows, tuple(s.groups[0] for s in of_pieces))
             for rows, of_pieces in zip(self._rows, self._of_pieces, strict=True)
         ]
@@ -63,7 +57,6 @@ class Inputs:
 
         Args:
           absent: positions of the arguments that these arrays replace; a call may have anything there.
-          more: name, type and sharding of each array of the microbatches.
         """
         found, nowhere = copy.copy(self), self._nowhere
         shardings = [nowhere if i in absent else s for i, s in enumerate(self.shardings)]
@@ -78,11 +71,7 @@ class Inputs:
         return found
 
     def checked(self, args: Args, kwargs: Kwargs) -> list[ArrayLike]:
-        """Returns the flat arguments, after a check that the step was compiled for arguments like these.
-
-        Raises:
-          TypeError: they have other shapes or dtypes, or another structure.
-        """
+        """Returns the flat arguments; raises a TypeError if the step was compiled for other types or another tree."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self._whole.in_tree:
             raise TypeError(

@@ -20,8 +20,6 @@ def checked(act: Callable, text: str, looks_at_results: bool) -> Callable:
     """Wraps an instruction to raise FloatingPointError, with its name, for the values that JAX is configured to find.
 
     Args:
-      act: the callable of the instruction.
-      text: the instruction in words.
       looks_at_results: whether to check the results, as for computations; else JAX's own checks are the only ones.
     """
 

@@ -47,14 +47,10 @@ def pieces(source: jax.sharding.Sharding, target: jax.sharding.Sharding, shape: 
 
 
 class Share(NamedTuple):
-    """The part of one process in moving the pieces of an array.
-
-    Attributes:
-      mine: pieces that come from or go to a device of this process, in the order that all processes share.
-    """
+    """The part of one process in moving the pieces of an array."""
 
     num_pieces: int  # the number of pieces of all processes
-    mine: tuple[Piece, ...]
+    mine: tuple[Piece, ...]  # from or to a device of this process, in the order that all processes share
     sources: Mapping[Device, Box]  # per device of the source sharding, the box that it holds
     targets: Mapping[Device, Box]  # per device of this process, the box that it receives
     starts: Mapping[Device, tuple[tuple[int, ...], ...]]  # per such device, the starts of its pieces in its box

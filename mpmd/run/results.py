@@ -15,15 +15,11 @@ from mpmd.run.inputs import split_sharding
 
 
 class Results:
-    """The results of a compiled step.
-
-    Attributes:
-      shardings: per flat result.
-    """
+    """The results of a compiled step."""
 
     def __init__(self, programs: StepPrograms, split: SplitStep):
         outline, mesh = programs.outline, programs.mesh
-        self.shardings: list[MpmdSharding] = []
+        self.shardings: list[MpmdSharding] = []  # per flat result
         self._about: list[tuple[MpmdSharding, tuple[int, ...], np.dtype, bool, bool]] = []
         self._pieces: list[list[tuple[int, int, tuple[int, int]]] | None] = []  # position, group and range of each
         for v, ks, rows in zip(split.whole.jaxpr.outvars, split.out_positions, split.outs, strict=True):

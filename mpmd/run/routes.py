@@ -20,15 +20,8 @@ class ValueRoute:
     """This process's part in moving one value between two shardings.
 
     Args:
-      job: the processes.
-      source, target: the shardings.
-      aval: the value's shape and dtype.
       first: the number of the transfer's first piece, among all pieces of a program.
       keep: whether to send copies, since the user may donate or delete the source later.
-      text: the transfer in words.
-
-    Attributes:
-      share: the pieces.
     """
 
     def __init__(
@@ -42,18 +35,13 @@ class ValueRoute:
         text: str,
     ):
         self.share = share(source, target, tuple(aval.shape))
-        self.text = text
+        self.text = text  # the transfer in words
         self._job, self._target, self._aval, self._first, self._keep = job, target, aval, first, keep
 
     def carry(self, x: jax.Array | None, base: int) -> jax.Array | None:
         """Sends this process's pieces and receives those for its devices, in the order that all processes share.
 
-        Args:
-          x: this process's part of the source, if it has one.
-          base: added to the pieces' numbers.
-
-        Returns:
-          The value on this process's target devices, if it has any.
+        `x` and the result are this process's parts of the value, if it has any; `base` is added to the pieces' numbers.
         """
         if self.share.only is not None:
             return self._receive(self.share.only, base)

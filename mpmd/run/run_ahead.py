@@ -188,11 +188,7 @@ def _only_goes_forward(loop: LoopProgram) -> bool:
 
 
 def give_up(acts: Iterable[Any], base: int) -> None:
-    """Ends a step early: releases senders that would wait for this process to receive the rest of the step.
-
-    Args:
-      acts: the callables of the instructions that are left.
-    """
+    """Ends a step early: releases senders that would wait for this process to receive the rest (`acts`) of the step."""
     for act in acts:
         if hasattr(act, "give_up"):
             act.give_up(base)

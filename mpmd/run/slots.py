@@ -18,27 +18,18 @@ SlotValues = list[Any]  # by slot: an array, or None before it is made and after
 
 
 class Slots:
-    """Slot numbers of the values that groups of this process hold.
-
-    Attributes:
-      names: names of the variables outside the loops.
-      numbers: by group and loop, the slot of each microbatch's number.
-    """
+    """Slot numbers of the values that groups of this process hold."""
 
     def __init__(self, mesh: MpmdMesh, job: Job | None):
         self._mesh = mesh
-        self.numbers: dict[tuple[int, int], dict[int, int]] = {}
-        self.names: dict[compat.Var, str] = {}
+        self.numbers: dict[tuple[int, int], dict[int, int]] = {}  # by group and loop, the slots of microbatch numbers
+        self.names: dict[compat.Var, str] = {}  # of the variables outside the loops
         self._is_alone = job is None
         self._numbers: dict[tuple[int, Hashable], int] = {}
         self._constants: dict[int, tuple[np.generic, Device | NamedSharding]] = {}
 
     def extended(self, alike: Mapping[tuple[int, Value], tuple[int, Value]]) -> "Slots":
-        """Returns a copy of these numbers, to which new values can be added.
-
-        Args:
-          alike: maps a new value of a group to the value that it shares a slot with.
-        """
+        """Returns a copy to which new values can be added; `alike` maps one to the value that it shares a slot with."""
         found = copy.copy(self)
         found.names = self.names.copy()
         found._numbers = self._numbers | {new: self._numbers[old] for new, old in alike.items()}

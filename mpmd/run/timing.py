@@ -32,24 +32,17 @@ class Recorder:
     """Times the instructions of a process.
 
     Args:
-      bound: all instructions, in order.
-      groups: the meshes of all groups.
-      rank: this process.
       given_away: further slots that the recorder must not keep alive: results that the next step may take over.
-
-    Attributes:
-      order: the numbers of the instructions in the order in which the last step did them.
-      lanes: per group, the first group that it shares a device with, perhaps through others.
     """
 
     def __init__(
         self, bound: Sequence[BoundInstruction], groups: Sequence[Mesh], rank: int, given_away: Set[int] = frozenset()
     ):
         self._bound = bound
-        self.order: Sequence[int] = range(len(bound))
+        self.order: Sequence[int] = range(len(bound))  # instruction numbers, as the last step did them
         self._rank = rank
         self._donated = {slot for b in bound for slot in b.donates} | given_away
-        self.lanes = lanes_of(groups)
+        self.lanes = lanes_of(groups)  # per group, the first group that it shares a device with, perhaps through others
         self._begun = [0.0] * len(bound)
         self._returned = [0.0] * len(bound)
         self._ends = [0.0] * len(bound)
@@ -65,14 +58,9 @@ class Recorder:
         ]
 
     def run(self, step: int, walk: Callable[[], None]) -> Callable[[], RecordedTimes]:
-        """Runs a step, and waits until all the work that it started is done.
+        """Runs a step (`walk` runs the instructions of `wrapped`), and waits until all work that it started is done.
 
-        Args:
-          step: its number, for the rows.
-          walk: runs the instructions that `wrapped` returned.
-
-        Returns:
-          A slow function that returns the rows, to call after the last step.
+        Returns a slow function that returns the rows, to call after the last step.
         """
         self.warm_up()
         interval = sys.getswitchinterval()

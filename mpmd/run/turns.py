@@ -82,7 +82,6 @@ class Sums:
     """The sums over lists, and the terms that the instructions of a step add to them.
 
     Args:
-      buckets: the step for each shape.
       list_of: per loop that takes one, the number of its list.
     """
 
@@ -177,11 +176,7 @@ class Sums:
         return found
 
     def _kept(self, k: int, number: int) -> np.ndarray:
-        """Finds the slots of the early sums of all microbatches, for the sums that an instruction adds to.
-
-        Returns:
-          (microbatches, slots).
-        """
+        """Finds the slots of early sums for the sums that an instruction adds to: an array (microbatches, slots)."""
         adding = self._of[k][number]
         if adding.slots not in self._early:
             slots, group, own = self._buckets.slots, self._instructions[k].group, self._lines[adding.line].microbatches

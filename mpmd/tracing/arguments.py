@@ -51,16 +51,12 @@ class CallArguments:
 
 @dataclasses.dataclass(frozen=True)
 class Hint:
-    """What is known of the layout of an argument or result before the step is placed.
-
-    Attributes:
-      split_axis, ranges: for a split array, the rows that each group has.
-    """
+    """What is known of the layout of an argument or result before the step is placed."""
 
     groups: frozenset[int] | None = None
     layout: tuple[PartitionSpec, str | None] | None = None
-    split_axis: int | None = None
-    ranges: tuple[Range, ...] = ()
+    split_axis: int | None = None  # of a split array
+    ranges: tuple[Range, ...] = ()  # for a split array, the rows that each group has
 
 
 def leaf_type(x: Any, explicit: Collection[str]) -> tuple[tuple[int, ...], Any, bool, tuple]:
@@ -239,11 +235,7 @@ def _parameters(fun: Callable) -> list[inspect.Parameter]:
 
 
 def check_is_outside() -> None:
-    """Checks that no other function is being traced: a step cannot be compiled inside one.
-
-    Raises:
-      StageError: another function is being traced.
-    """
+    """Raises a StageError if another function is being traced: a step cannot be compiled inside one."""
     if not compat.trace_state_clean():
         raise StageError(
             "mpmd.jit: the step was called inside jax.jit, jax.lax.scan or another function that JAX traces.\n"

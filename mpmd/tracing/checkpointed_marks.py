@@ -19,12 +19,7 @@ _LIGHT = frozenset(
 
 
 def marks_outside(eqn: compat.JaxprEqn, flat: Callable[[compat.Jaxpr], compat.Jaxpr]) -> compat.ClosedJaxpr | None:
-    """Returns a checkpoint as a jaxpr with marks ahead of it and behind it; None if no mark can move out.
-
-    Args:
-      eqn: the checkpoint.
-      flat: inlines the calls of a jaxpr.
-    """
+    """Returns a checkpoint as a jaxpr with marks ahead of it and behind it; None if no mark can move out."""
     body = flat(eqn.params["jaxpr"])
     of_backward = _without_forward_marks(body) if eqn.params["differentiated"] else body
     ahead = _ahead(of_backward.eqns, of_backward.invars)

@@ -168,7 +168,6 @@ def _check_marks_in_scan(eqn: compat.JaxprEqn, around: Collection[str] = _AROUND
     """Allows marks in a scan over layers, also within a checkpoint of its body, but not in a branch.
 
     Args:
-      eqn: the scan.
       around: equations that may stand around the marks; outside of loops no scan, which may be one over tokens.
     """
     for jaxpr in compat.jaxprs_in(eqn.params):
@@ -181,11 +180,7 @@ def _check_marks_in_scan(eqn: compat.JaxprEqn, around: Collection[str] = _AROUND
 
 
 def check_no_marks_inside(eqn: compat.JaxprEqn) -> None:
-    """Refuses an equation that holds marks, loops or placements where nothing can be cut.
-
-    Raises:
-      StageError: with the user's line and a remedy.
-    """
+    """Raises a StageError with the user's line and a remedy for marks, loops or placements where nothing can be cut."""
     for jaxpr in compat.jaxprs_in(eqn.params):
         _check_nothing_placed_inside(_name_of(eqn), jaxpr)
         if not contains(jaxpr, (mark_p,)):

@@ -52,11 +52,7 @@ def trace_equations(fun: Callable, *atoms: Atom) -> Equations:
 
 
 def trace_operation(operation: Operation, method: str, atoms: Sequence[Atom], *args: int) -> Equations:
-    """Returns the equations of a method of an operation, traced once for all operands of the same types.
-
-    Args:
-      args: the arguments after the atoms.
-    """
+    """Returns the equations of a method of an operation, traced once for all operands of the same types."""
     avals = tuple(a.aval for a in atoms)
     return equations_on(
         _operation_jaxpr(operation, method, avals, args, _mesh_of(avals), compat.trace_context()), atoms

@@ -25,21 +25,15 @@ Described = jax.ShapeDtypeStruct | compat.Aval
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A traced step: the `.trace` of an `mpmd.jit` step, before anything is cut.
-
-    Attributes:
-      in_tree, out_tree: structures of `(args, kwargs)` and of the result.
-      in_names, out_names: the path of each flat input and output, for messages.
-      fixed: a description of static arguments, by name, and of the arguments given by keyword, for messages.
-    """
+    """A traced step: the `.trace` of an `mpmd.jit` step, before anything is cut."""
 
     jaxpr: compat.Jaxpr  # one flat jaxpr; loops are `treduce` equations. Captured constants are its first inputs.
     consts: tuple  # their values
-    in_tree: TreeDef
-    out_tree: TreeDef
-    in_names: tuple[str, ...]
-    out_names: tuple[str, ...]
-    fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    in_tree: TreeDef  # of `(args, kwargs)`
+    out_tree: TreeDef  # of the result
+    in_names: tuple[str, ...]  # the path of each flat input, for messages
+    out_names: tuple[str, ...]  # the path of each flat output, for messages
+    fixed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # static arguments and keywords, for messages
 
     @property
     def arguments(self) -> list[compat.Var]:
@@ -67,15 +61,7 @@ def trace_step(
     in_names: Sequence[str],
     mpmd_mesh: MpmdMesh,
 ) -> Trace:
-    """Traces `fun(*args, **kwargs)` once, on the abstract mesh of the first group.
-
-    Args:
-      fun: the user's step.
-      avals: a `ShapeDtypeStruct` for each flat argument.
-      in_tree: the structure of `(args, kwargs)`.
-      in_names: the path of each flat argument.
-      mpmd_mesh: the groups.
-    """
+    """Traces `fun(*args, **kwargs)` once, on the abstract mesh of the first group."""
     out_tree = None
     out_names: tuple[str, ...] = ()
 

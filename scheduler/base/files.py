@@ -30,11 +30,7 @@ def read_text(path: str | Path, most_nbytes: int = MOST_NBYTES) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value of a JSON text.
-
-    Raises:
-        ValueError: It is not JSON, or nested too deeply.
-    """
+    """Returns the value of a JSON text; raises a ValueError if it is not JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -9,7 +9,6 @@ def table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
     """Returns the lines of a table with aligned columns.
 
     Args:
-        rows: The cells of each line.
         align: For each column ``<`` or ``>``.
 
     Examples:

@@ -27,7 +27,6 @@ class Line:
     Args:
         state: Returns the text, and the share that is done, from 0 to 1 (0 if unknown). Another thread calls it.
         stream: Where the line goes; by default standard error.
-        patience_s: Seconds until the first line.
     """
 
     def __init__(

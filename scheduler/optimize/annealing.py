@@ -55,14 +55,10 @@ def improve(
     and no group exceeds its memory limit.
 
     Args:
-        problem: The problem that the orders solve.
         orders: Orders of F, I and W that keep to the limits.
         steps: How many moves to try. Each costs one simulation.
-        hot: The loss of makespan that is easily accepted at the start.
-        cold: The loss of makespan that is easily accepted at the end.
+        hot, cold: The loss of makespan that is easily accepted at the start, and at the end.
         target: Stop when the makespan is no longer than this.
-        seed: The seed of the random moves.
-        compiled: Use numba.
     """
     n, m, every = problem.num_stages, problem.num_microbatches, problem.of_microbatches()
     number = {kind: index * n * m for index, kind in enumerate(_KINDS)}

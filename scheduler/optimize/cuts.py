@@ -27,7 +27,6 @@ class Cut:
     """A cut of a model into stages, and the cost of others.
 
     Attributes:
-        even, even_makespan: The even cut, and its seconds.
         near, near_makespan: The best cut with one layer in another stage, and its seconds; the cut itself if there is
             no other. If the even cut is chosen because it is about as fast: the fastest cut.
     """
@@ -37,7 +36,7 @@ class Cut:
     bound: float  # A lower bound for all cuts, in seconds
     is_best: bool  # Whether it is proved that no cut is faster
     excess: float  # Bytes by which the worst group exceeds its memory; 0 if it fits
-    even: Layers
+    even: Layers  # The even cut
     even_makespan: float
     even_excess: float  # Bytes by which the even cut exceeds the memory
     near: Layers
@@ -62,9 +61,7 @@ def choose_cut(
     If no cut fits the memory, it is the cut that exceeds it least.
 
     Args:
-      units: The costs of the model.
       schedule: The schedule, which determines the number of stages.
-      num_microbatches: How often the loop body runs.
       memory_limit: Bytes that each group may use.
       budget: How much to search: the number of tasks to put on the clock.
 

@@ -77,12 +77,7 @@ def order_microbatches(
 
 
 class _ListClock:
-    """Puts orders of microbatches on a clock.
-
-    Attributes:
-        sizes: For each microbatch, the seconds of all its tasks.
-        bound: No score is smaller. For a graph of stages no bound is known.
-    """
+    """Puts orders of microbatches on a clock."""
 
     def __init__(self, schedule: Schedule, costs: Costs, limits: Sequence[float]) -> None:
         self.costs, self.limits, self.placement = costs, limits, schedule.placement
@@ -95,9 +90,9 @@ class _ListClock:
         self.seconds = [columns[one] for one in every]
         over = {one: [0.0, *one.transfers(n)] for one in columns}
         self.waits = [over[one] for one in every]
-        self.sizes = [sum(column) for column in self.seconds]
+        self.sizes = [sum(column) for column in self.seconds]  # For each microbatch, the seconds of all its tasks
         bound = 0.0 if reads else lower_bound(Problem(self.placement, groups, m, costs)).makespan
-        self.bound = (0.0, bound * (1 + _CLOSE))
+        self.bound = (0.0, bound * (1 + _CLOSE))  # No score is smaller; none is known for a graph of stages
 
     def score(self, order: Sequence[int]) -> tuple[float, float, float]:
         """Returns the bytes above the limit, the makespan, and the sum of the groups' ends."""

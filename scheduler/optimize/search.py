@@ -169,16 +169,12 @@ class _Candidate:
 
 
 class _Pool:
-    """The best candidates so far, shortest first, with different makespans.
-
-    Attributes:
-        tries: The number of orders tried.
-    """
+    """The best candidates so far, shortest first, with different makespans."""
 
     def __init__(self, bound: Bound) -> None:
         self.bound = bound
         self.candidates: list[_Candidate] = []
-        self.tries = 0
+        self.tries = 0  # The number of orders tried
 
     @property
     def best(self) -> _Candidate:

@@ -20,28 +20,17 @@ class Units:
 
     The last unit comes after the last of these places (head, loss), so there is one more unit than places. Everything
     before the first layer (an embedding) is part of the first unit.
-
-    Args:
-        forward: Seconds of F, for each unit.
-        input_grad: Seconds of I.
-        weight_grad: Seconds of W.
-        transfer_s: Seconds over the boundary after each unit, if a stage ends there; the last one is not used.
-        held: Bytes that a unit needs at all times: parameters, their gradients, optimizer state.
-        activations: Bytes that a unit holds for a microbatch from its F until its B or W.
-        once_s: Seconds that a unit takes once, after the loop: its part of the optimizer's update.
-        shared: Data that several units need and a group holds once: its bytes, and the units.
-        task_s: Seconds that a task takes in addition to its units.
     """
 
-    forward: tuple[float, ...]
-    input_grad: tuple[float, ...]
-    weight_grad: tuple[float, ...]
-    transfer_s: tuple[float, ...] = ()
-    held: tuple[float, ...] = ()
-    activations: tuple[float, ...] = ()
-    once_s: tuple[float, ...] = ()
-    shared: tuple[tuple[float, tuple[int, ...]], ...] = ()
-    task_s: float = 0.0
+    forward: tuple[float, ...]  # Seconds of F, for each unit
+    input_grad: tuple[float, ...]  # Seconds of I
+    weight_grad: tuple[float, ...]  # Seconds of W
+    transfer_s: tuple[float, ...] = ()  # Seconds over the boundary after a unit where a stage ends; the last is unused
+    held: tuple[float, ...] = ()  # Bytes that a unit needs at all times: parameters, their gradients, optimizer state
+    activations: tuple[float, ...] = ()  # Bytes that a unit holds for a microbatch from its F until its B or W
+    once_s: tuple[float, ...] = ()  # Seconds that a unit takes once, after the loop: its part of the optimizer's update
+    shared: tuple[tuple[float, tuple[int, ...]], ...] = ()  # For data that a group holds once: its bytes, the units
+    task_s: float = 0.0  # Seconds that a task takes in addition to its units
 
     def __post_init__(self) -> None:
         for name in ("transfer_s", "held", "activations", "once_s"):
@@ -61,7 +50,6 @@ class Units:
 
         Args:
             spans: For each stage of that run, its first unit and the one after its last.
-            costs: The measured seconds of its tasks.
         """
         changed = {}
         for name in _WORK:
@@ -93,18 +81,13 @@ def even_layers(num_layers: int, num_stages: int) -> Layers:
 class CutProblem:
     """The costs of cuts under a schedule. A cut is the number of places in each stage; the last may be 0.
 
-    Args:
-        units: The costs of the units.
-        schedule: The schedule, which determines the number of stages. For a schedule over a graph, the units are a
-            chain: the stages' reads are found when they are cut.
-        num_microbatches: How often the loop body runs.
-        memory_limit: Bytes that each group may use, or None.
+    For a schedule over a graph, the units are a chain: the stages' reads are found when they are cut.
     """
 
     units: Units
     schedule: Schedule
     num_microbatches: int
-    memory_limit: Sequence[float] | None = None
+    memory_limit: Sequence[float] | None = None  # Bytes that each group may use
     _known: dict[Layers, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

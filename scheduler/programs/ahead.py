@@ -28,35 +28,25 @@ MOST_IN_FLIGHT = 2
 
 
 class PlannedEvent(NamedTuple):
-    """A task or call of one group, or a transfer between two.
-
-    Attributes:
-        reads, writes, frees: Slots, numbers of values in groups.
-        may_move: Whether it may happen out of turn. An event that may not is a barrier for the events after it.
-    """
+    """A task or call of one group, or a transfer between two."""
 
     groups: tuple[int, ...]  # The groups that have it in their lists
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    frees: tuple[int, ...] = ()
+    reads: tuple[int, ...]  # Slots, numbers of values in groups
+    writes: tuple[int, ...]  # Slots
+    frees: tuple[int, ...] = ()  # Slots
     kind: str = ""  # For a task F, B, I, W or R (for a fused pair both), for a transfer empty, for other work ``call``
     key: Hashable = None  # Tasks of one key keep their order
-    may_move: bool = True
+    may_move: bool = True  # Out of turn. An event that may not is a barrier for the events after it
 
 
 class EventPlan:
     """Events in an order that is free of deadlock, and tables derived from it.
 
     Args:
-        events: The events in that order.
-        num_groups: The number of groups.
         size_of: For a slot, its group and its bytes.
         held: The bytes that each group holds before the first event, without bytes that no event frees.
 
     Attributes:
-        lists: For each group, its events in order.
-        before, followers: For each event, the events that must be done before it, and the events that must wait for it.
-        peaks: For each group, the most bytes that it holds.
         feeds: For each task, the transfers that bring its inputs.
         makers: For each event, the tasks that make its inputs.
     """
@@ -69,12 +59,12 @@ class EventPlan:
         held: Sequence[int] = (),
     ) -> None:
         self.events = events
-        self.lists: list[list[int]] = [[] for _ in range(num_groups)]
+        self.lists: list[list[int]] = [[] for _ in range(num_groups)]  # For each group, its events in order
         for number, event in enumerate(events):
             for group in event.groups:
                 self.lists[group].append(number)
-        self.before = [sorted(found) for found in _conflicts(events)]
-        self.followers: list[list[int]] = [[] for _ in events]
+        self.before = [sorted(found) for found in _conflicts(events)]  # For each event, those that must be done before
+        self.followers: list[list[int]] = [[] for _ in events]  # For each event, those that must wait for it
         for number, found in enumerate(self.before):
             for earlier in found:
                 self.followers[earlier].append(number)
@@ -84,7 +74,7 @@ class EventPlan:
         self.makers = [[made[slot] for slot in e.reads if slot in made] for e in events]
         self.held = list(held) or [0] * num_groups
         self._count_bytes(size_of)
-        self.peaks = [self._peak(group) for group in range(num_groups)]
+        self.peaks = [self._peak(group) for group in range(num_groups)]  # The most bytes that each group holds
 
     def _count_bytes(self, size_of: Mapping[int, tuple[int, int]]) -> None:
         """Counts the bytes that each event adds in its groups, and the bytes that it frees there afterwards."""
@@ -175,11 +165,7 @@ def _conflicts(events: Iterable[PlannedEvent]) -> Iterator[set[int]]:
 
 
 class PlanProgress:
-    """The progress of a plan, and what may happen next.
-
-    Args:
-        kinds: The kinds of tasks that may run ahead.
-    """
+    """The progress of a plan, and what may happen next."""
 
     def __init__(self, plan: EventPlan, kinds: str) -> None:
         self.plan, self.kinds = plan, kinds

@@ -29,14 +29,10 @@ MOST_DELAY = 0.005
 
 
 class WorkTime(NamedTuple):
-    """A task or a call, with its times on the clock.
-
-    Attributes:
-        start, end: When it runs; a forward task takes 1.
-    """
+    """A task or a call, with its times on the clock."""
 
     instruction: Run | Call  # The task or the call
-    start: int
+    start: int  # When it runs; a forward task takes 1
     end: int
     place: int  # Its position in the order of :func:`merge`
     stays: bool  # Whether it is run: it may belong to a microbatch that the call does not have
@@ -53,14 +49,10 @@ class AuditSlot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PlannedAudit:
-    """An audit of one instruction.
-
-    Attributes:
-        added: The audit's instructions: by position in the order of :func:`merge`, those before the instruction there.
-    """
+    """An audit of one instruction."""
 
     program: Program  # The program with the audit
-    added: tuple[tuple[int, tuple[GroupInstruction, ...]], ...]
+    added: tuple[tuple[int, tuple[GroupInstruction, ...]], ...]  # By place in :func:`merge`, those to do before it
     auditors: tuple[int, ...]  # The groups that run the instruction again
     copies: Mapping[Value, Value]  # By value, the name of its copy
     delay: int  # How much longer the step takes on the clock, where a forward task takes 1
@@ -73,10 +65,6 @@ class AuditPlanner:
         program: A right program.
         counts: By the number of a loop, how many of its microbatches are run (:func:`with_fewer`); otherwise all are. A
             plan also holds without the later ones, because an audit does not use them.
-
-    Attributes:
-        work: For each group, its tasks and calls on the clock.
-        makespan: The makespan of the program on the clock.
 
     Examples:
         >>> from scheduler import OneFOneB, TaskGraph, lower

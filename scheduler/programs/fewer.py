@@ -19,7 +19,6 @@ def begins_with(schedule: Schedule, orders: Orders, num_microbatches: int, fewer
 
     Args:
         orders: The orders for ``num_microbatches``.
-        fewer: How many microbatches stay.
 
     Raises:
         ValueError: The schedule is not defined for ``fewer`` microbatches.

@@ -25,7 +25,6 @@ def makespan(plan: EventPlan, kinds: str | None, seconds: Callable[[int], float]
 
     Args:
         kinds: The kinds of tasks that may run ahead; None for the fixed order.
-        seconds: Returns how long an event takes.
     """
     progress, num_groups = PlanProgress(plan, kinds or ""), len(plan.lists)
     at: dict[int, float] = {}  # when each event ends

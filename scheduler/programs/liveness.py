@@ -14,16 +14,13 @@ class Liveness:
     """One group's list, run once against the set of values that are alive.
 
     A right list costs a few set operations an instruction. Why a value is absent is only looked up for a fault.
-
-    Attributes:
-        peak: The most bytes alive at once.
     """
 
     def __init__(self, program: Program, group: int) -> None:
         self.program = program
         self.group = group
         self.alive = set(program.inputs_of(group))
-        self.live = self.peak = sum(program.nbytes.get(value.name, 0) for value in self.alive)
+        self.live = self.peak = sum(program.nbytes.get(value.name, 0) for value in self.alive)  # peak: the most bytes
         self.faults: list[str] = []
         self.index = 0
 

@@ -74,7 +74,6 @@ def lower(
 
 
 def _instructions(units: TaskUnits) -> tuple[tuple[Instruction, ...], ...]:
-    """Returns the instructions of each group."""
     groups: list[list[Instruction]] = [[] for _ in units.first[1:]]
     flows = _Flows(units)
     for group, is_start, unit in _events(units):

@@ -47,28 +47,18 @@ class _Merge:
 
     A Send waits from the moment its value exists, a Recv from the moment its group has started all work before it. Once
     both wait, they happen together.
-
-    Attributes:
-        wanted: The groups whose instructions are kept.
-        steps: The instructions that have happened, each with its group.
-        position: For each group, its next instruction.
-        issued: When the group started its last instruction.
-        free_at: When the group's devices have finished that instruction.
-        received_at: When the group last received a value.
-        waiting: For each group that waits for the other side of a transfer, the transfer.
-        heap: The groups' next instructions: the time, the rank among those of the same time, and the group.
     """
 
     def __init__(self, program: Program, wanted: Collection[int]) -> None:
         self.groups = program.groups
-        self.wanted = wanted
-        self.steps: list[GroupInstruction] = []
-        self.position = [0] * program.num_groups
-        self.issued = [0] * program.num_groups
-        self.free_at = [0] * program.num_groups
-        self.received_at = [-1] * program.num_groups
-        self.waiting: dict[int, Transfer] = {}
-        self.heap: list[tuple[int, int, int]] = []
+        self.wanted = wanted  # The groups whose instructions are kept
+        self.steps: list[GroupInstruction] = []  # The instructions that have happened, each with its group
+        self.position = [0] * program.num_groups  # For each group, its next instruction
+        self.issued = [0] * program.num_groups  # When the group started its last instruction
+        self.free_at = [0] * program.num_groups  # When the group's devices have finished that instruction
+        self.received_at = [-1] * program.num_groups  # When the group last received a value
+        self.waiting: dict[int, Transfer] = {}  # For each group that waits for another in a transfer, the transfer
+        self.heap: list[tuple[int, int, int]] = []  # Next instructions: time, rank among those of the same time, group
 
     def run(self) -> None:
         """Runs the program to its end, or until all groups that are left wait."""

@@ -20,11 +20,7 @@ def to_data(program: Program) -> dict[str, object]:
 
 
 def of_data(data: Mapping) -> Program:
-    """Returns the program of such data: the inverse of `to_data`.
-
-    Raises:
-        KeyError, TypeError, ValueError: The data is not a program.
-    """
+    """Returns the program of such data, the inverse of `to_data`; KeyError, TypeError or ValueError if it is none."""
     return Program(
         tuple(tuple(map(_read, group)) for group in data["groups"]),
         tuple(data["placement"]),

@@ -41,14 +41,7 @@ class Shape(NamedTuple):
 
 
 class TaskUnits:
-    """Tasks grouped into units that run as one executable, numbered so that each group's order ascends.
-
-    Attributes:
-        schedule: The schedule, for its placement.
-        units: The tasks of each unit.
-        first: For each group, its first unit; and the number of units.
-        unit_of: For stage and kind (F, R, I or W) and then microbatch, the unit that does the task.
-    """
+    """Tasks grouped into units that run as one executable, numbered so that each group's order ascends."""
 
     def __init__(self, task_graph: TaskGraph, schedule: Schedule, num_microbatches: int, orders: Orders) -> None:
         pairs = schedule.fused(num_microbatches)
@@ -61,11 +54,11 @@ class TaskUnits:
         forward_only, recomputed = task_graph.forward_only, task_graph.recomputed
         self.tasks = LoopTasks(schedule.num_stages, num_microbatches, forward_only, recomputed)
         self.units: list[tuple[Task, ...]] = []
-        self.first, second = [0], dict(pairs)
+        self.first, second = [0], dict(pairs)  # `first`: for each group, its first unit; and the number of units
         for order in orders:
             self.units += paired(order, second)
             self.first.append(len(self.units))
-        self.unit_of = self._numbers() or self._refuse(orders)
+        self.unit_of = self._numbers() or self._refuse(orders)  # For stage and kind (F, R, I or W), then microbatch
         if len(self.units) + len(pairs) > sum(map(len, orders)):
             together = {tasks for tasks in self.units if len(tasks) == 2}
             raise_faults(
@@ -115,11 +108,7 @@ class TaskUnits:
         return sum(DURATION[task.kind] for task in self.units[unit])
 
     def starts(self) -> array[int]:
-        """Returns when each unit starts if each group runs its order as fast as it can.
-
-        Raises:
-            ScheduleError: The orders deadlock.
-        """
+        """Returns when each unit starts, each group as fast as it can; raises a ScheduleError at a deadlock."""
         starts, ends = array("q", [-1]) * len(self.units), array("q", [-1]) * len(self.units)
         clock = [0] * (len(self.first) - 1)
 

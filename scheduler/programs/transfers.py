@@ -58,7 +58,6 @@ def _with_partners(program: Program, partners: dict[Pair, Counter[Value]]) -> Pr
     """Returns the program without the sends and receives that have no partner.
 
     Args:
-        program: The program.
         partners: For pairs of groups, how often each value is both sent and received. Others are left as they are.
     """
     seen: Counter[tuple[type, Transfer]] = Counter()

@@ -33,7 +33,6 @@ def there_and_back(num_groups: int, down: int, up: int, pauses: Sequence[int]) -
     """Returns a block down the groups and up, so many slots from group to group, and the gradients in the same way.
 
     Args:
-        num_groups: The number of groups.
         down: The slots from the start of one group's task to the start of the next group's, on the way down.
         up: The slots on the way up.
         pauses: Slots to wait before F up, before I up, and before I down.

@@ -96,20 +96,15 @@ class GraphSchedule(Schedule):
 
 
 class _GraphOrders:
-    """Orders under construction.
-
-    Attributes:
-        next: For each kind and stage, the microbatch whose turn it is.
-        ends: When each task that has run ended.
-    """
+    """Orders under construction."""
 
     def __init__(self, schedule: GraphSchedule, num_microbatches: int, most: Sequence[int]) -> None:
         self.schedule = schedule
         self.num_microbatches = num_microbatches
         self.most = most
         self.ticks = _ticks(schedule.costs or Costs(), schedule.num_stages)
-        self.next: dict[Kind, list[int]] = {kind: [0] * schedule.num_stages for kind in self.ticks}
-        self.ends: dict[Task, int] = {}
+        self.next: dict[Kind, list[int]] = {kind: [0] * schedule.num_stages for kind in self.ticks}  # Microbatches due
+        self.ends: dict[Task, int] = {}  # When each task that has run ended
         self.needs = graph_needs(schedule.reads, schedule.num_stages)
         self.stages: list[list[int]] = [[] for _ in range(schedule.num_groups)]
         for stage, group in enumerate(schedule.placement):

@@ -74,22 +74,17 @@ class Ranking:
     """When tasks are due: kind k, stage s and microbatch j at ``due[k][s] + pace * j``, least first.
 
     Args:
-        due: For each kind, one number for each stage.
-        pace: The time that each microbatch adds.
-        weights_last: W runs only if neither F nor I can.
-        patience: How long a group waits for a result that is on its way and due earlier.
         interval: The least time between two starts of the first stage's F, once ``burst`` of them have started.
             If memory is tight, a microbatch that starts too early only occupies it for longer.
-        burst: How many microbatches may start without an interval.
         noise: For each kind, numbers that are added to each stage and microbatch in turn. Empty means none.
     """
 
-    due: dict[Kind, Sequence[float]]
-    pace: float
-    weights_last: bool = True
-    patience: float = 0.0
+    due: dict[Kind, Sequence[float]]  # For each kind, one number for each stage
+    pace: float  # The time that each microbatch adds
+    weights_last: bool = True  # W runs only if neither F nor I can
+    patience: float = 0.0  # How long a group waits for a result that is on its way and due earlier
     interval: float = 0.0
-    burst: int = 0
+    burst: int = 0  # How many microbatches may start without an interval
     noise: dict[Kind, Sequence[float]] = field(default_factory=dict)
 
 
@@ -106,28 +101,21 @@ class _Lane:
     """A stage's tasks of one kind, one for each microbatch in turn.
 
     Args:
-        seconds: For each microbatch, how long its task takes.
-        ready: For each microbatch, when its input from another stage has arrived.
-        open: The number of microbatches that have run the stage's task of the kind before this one.
-        room: For each microbatch, the bytes that memory must have room for; only F needs some.
-        holds: For each microbatch, the bytes that its task adds to the memory that is held.
-        next: The microbatch whose turn it is.
-        follower: The lane of the stage's task after this one.
         results: The lane that waits for this lane's results, the time that each microbatch's result takes to arrive,
             and that lane's group.
     """
 
     stage: int
     kind: Kind
-    seconds: Sequence[float]
+    seconds: Sequence[float]  # For each microbatch, how long its task takes
     due: float
     noise: Sequence[float] | None
-    ready: list[float]
-    open: int
-    room: Sequence[float]
-    holds: Sequence[float]
-    next: int = 0
-    follower: "_Lane | None" = None
+    ready: list[float]  # For each microbatch, when its input from another stage has arrived
+    open: int  # The number of microbatches that have run the stage's task of the kind before this one
+    room: Sequence[float]  # For each microbatch, the bytes that memory must have room for; only F needs some
+    holds: Sequence[float]  # For each microbatch, the bytes that its task adds to the memory that is held
+    next: int = 0  # The microbatch whose turn it is
+    follower: "_Lane | None" = None  # The lane of the stage's task after this one
     results: "tuple[_Lane, Sequence[float], int] | None" = None
 
 

@@ -26,10 +26,7 @@ def run_on_clock(
     A fused pair starts when both tasks could, and hands on all results at its end.
 
     Args:
-        orders: For each group, its tasks in order.
         second: For the first task of each fused pair, the other one, which must come next.
-        placement: For each stage, its group.
-        num_microbatches: The number of microbatches.
         seconds: For each kind, the time of its tasks, at stage times microbatches plus microbatch.
         over: The time over the boundary after a stage, indexed in the same way.
         reads: For each stage, the stages that it exchanges values with; None for a chain.

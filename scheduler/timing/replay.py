@@ -18,7 +18,6 @@ class Replay:
 
     Args:
         orders: For each group, its tasks in order; they must not deadlock.
-        placement: For each stage, its group.
         num_microbatches: For :meth:`ends`, which takes durations for each microbatch. Otherwise they hold for all.
         reads: For each stage, the stages that it exchanges values with; None for a chain.
     """

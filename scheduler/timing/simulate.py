@@ -68,8 +68,6 @@ def timeline_of(
 
     Args:
         runs: For each run, its group, its tasks (two of a fused pair take half of it each), its start and its end.
-        placement: For each stage, its group.
-        name: The timeline's name.
 
     Raises:
         ValueError: Nothing ran.
