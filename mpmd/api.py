@@ -262,7 +262,6 @@ class Jitted:
         """Returns the step that runs a call with lists of microbatches, and its arguments.
 
         Args:
-          fixed: the static arguments.
           trees: per list, the structure of a microbatch.
           dtypes: per list, the possible dtypes of each array of a microbatch.
           around: shape and dtype of each argument (None for a list), and the structure of all arguments.
@@ -404,11 +403,7 @@ class Jitted:
         return self._wished[key]
 
     def _trace(self, call: CallArguments, given: Mapping[int, Hint] | None = None) -> Traced:
-        """Traces the step for such arguments.
-
-        Args:
-          given: layouts of some arguments, which replace their current layouts.
-        """
+        """Traces the step for such arguments; `given` are layouts of some, which replace their current layouts."""
         names = argument_names(self._fun, call)
         check_leaves(call.leaves, names)
         wishes = self._wishes(call.tree, call.fixed, call.num_args)

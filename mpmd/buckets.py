@@ -53,28 +53,19 @@ _FEWEST_PLANNED = 8
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MicrobatchList:
-    """A list of microbatches, an argument of a call.
-
-    Attributes:
-      permutation: the numbers of the microbatches in the order in which they run; None for the order of the list.
-      leaves, types: the leaves of each microbatch, and their types.
-    """
+    """A list of microbatches, an argument of a call."""
 
     path: lists.Path
     given: list  # the list itself
-    permutation: tuple[int, ...] | None
+    permutation: tuple[int, ...] | None  # their numbers in the order in which they run; None: the list's order
     items: list  # the microbatches, in the order in which they run
-    leaves: list[list]
+    leaves: list[list]  # of each microbatch
     tree: TreeDef  # the structure of each microbatch
-    types: list[tuple]
+    types: list[tuple]  # of the leaves of each microbatch
 
     @classmethod
     def of(cls, path: lists.Path, given: list, explicit: Set[str]) -> "MicrobatchList":
-        """Reads a list.
-
-        Args:
-          explicit: the Explicit axes of the groups' meshes.
-        """
+        """Reads a list; `explicit` are the Explicit axes of the groups' meshes."""
         permutation = given.order if isinstance(given, Reordered) else None
         items = given if permutation is None else [given[i] for i in permutation]
         found = list(lists.elements(items))
@@ -108,11 +99,7 @@ class Bucketing:
         return next((vars(one).get("_compiled") for one in lowered if one is not None), None)
 
     def traced(self, ones: Sequence[object], known: Mapping[int, Hint] | None) -> Traced:
-        """Traces the step for these microbatches.
-
-        Args:
-          known: the layouts of other arguments.
-        """
+        """Traces the step for these microbatches, with the known layouts of other arguments."""
         return self.trace(self.read(ones), known)
 
     def for_lists(self, xs: Sequence["MicrobatchList"]) -> Traced:
@@ -159,11 +146,7 @@ class _Leaf:
 
 
 class Buckets:
-    """The steps for all shapes in lists so far, with other arguments of one kind.
-
-    Args:
-      bucketing: makes the step for a new shape.
-    """
+    """The steps for all shapes in lists so far, with other arguments of one kind."""
 
     def __init__(self, bucketing: Bucketing):
         self._bucketing = bucketing
@@ -180,11 +163,7 @@ class Buckets:
     def prepared(
         self, leaves: Sequence[ArrayLike], xs: Sequence[MicrobatchList]
     ) -> "tuple[BucketedStep, list[ArrayLike]]":
-        """Returns the step, ready to run these lists, and its arguments.
-
-        Args:
-          leaves: the other arguments.
-        """
+        """Returns the step, ready to run these lists, and its arguments; `leaves` are the other arguments."""
         with self._lock:
             self._add_new(xs)
         assert self._step is not None
@@ -248,7 +227,6 @@ class BucketedStep(Compiled):
         """Begins as the step of the first bucket.
 
         Args:
-          paths: the paths of the lists.
           positions: maps the position of an argument that stands for a microbatch array to its list and number there.
           lock: a lock that is held while the step runs lists or adds a bucket.
         """
@@ -312,7 +290,6 @@ class BucketedStep(Compiled):
             yield
 
     def _prepare(self, xs: Sequence[MicrobatchList], order: Order) -> None:
-        """Sets the step up for a call with these lists."""
         permutations = tuple(x.permutation for x in xs)
         if (key := (order, permutations)) not in self._views:
             self._views[key] = self._view(xs, order)
@@ -425,10 +402,7 @@ def _ordered_as(first: Outline, other: Outline) -> Outline:
 
 def _check_alike(first: StepPrograms, lowered: Lowered) -> bool:
     """Checks that a step for microbatches of another shape has the same work outside its loops, the same tasks, and
-    transfers between the same groups. Returns whether its whole program is the same.
-
-    Raises:
-      StageError: it differs.
+    transfers between the same groups (else a StageError). Returns whether its whole program is the same.
     """
     counts = {loop.number: loop.partition.info.num_microbatches for loop in first.outline.loops}
     one, two = first.outline, with_microbatches(lowered._outline, counts)

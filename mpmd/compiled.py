@@ -252,7 +252,6 @@ class Compiled:
         return self._timed
 
     def _profile(self, leaves: Sequence[ArrayLike], steps: int) -> Profile:
-        """Profiles steps on flat arguments."""
         consumed, next_of = set(self._consumed), self._successors()
         rows: list[Callable[[], RecordedTimes]] = []
         result = None

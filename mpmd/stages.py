@@ -145,11 +145,7 @@ class Traced:
         return self._lower(self._mesh, limit)
 
     def _lower(self, mesh: MpmdMesh, limit: float | None = None) -> "Lowered":
-        """Cuts the step for the devices of a mesh.
-
-        Args:
-          limit: bytes that it may use on each device; None: all memory of the device, where its size is known.
-        """
+        """Cuts the step for a mesh's devices, within `limit` bytes on each; None: all memory, if its size is known."""
         trace = self._trace
         wish = broadcast(self._out_shardings, trace.out_tree, "out_shardings")
         outs = [
@@ -342,11 +338,8 @@ class Lowered:
         kind: type[Compiled] = Compiled,
         others: Compiled | None = None,
     ) -> Compiled:
-        """Compiles the step, without waiting: a first call may begin while later programs are compiled.
-
-        Args:
-          kind: the class of the result.
-          others: a step that was compiled with the same options; its programs are reused.
+        """Compiles the step, without waiting: a first call may begin while later programs are compiled. The programs of
+        `others`, which was compiled with the same options, are reused.
         """
         described = compat.described_options(self._mesh.groups[0].devices.flat[0])
         options: dict[str | int, object] = {**described, **self._options, **(compiler_options or {})}

@@ -46,11 +46,8 @@ def in_v1(module: str) -> Any:
 
 
 def around(owner: object, name: str) -> Callable[[Callable], None]:
-    """Wraps a function of Orbax: the wrapper gets the original, then the arguments. Does nothing if a release lacks it.
-
-    Args:
-        owner: the class or module that has the function, or None.
-        name: the function's name there.
+    """Wraps a function of Orbax: the wrapper gets the original, then the arguments. Does nothing if a release lacks it,
+    or lacks `owner`, the class or module that has it (None).
     """
     plain = getattr(owner, name, None)
 

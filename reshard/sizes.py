@@ -39,9 +39,7 @@ def threshold_nbytes(threshold: int | str) -> int: ...
 def threshold_nbytes(threshold: int | str | None) -> int | None: ...
 def threshold_nbytes(threshold: int | str | None) -> int | None:
     """Converts a `threshold` argument to bytes: a number, or text such as `"64MiB"`; None and 0 stay as they are.
-
-    Raises:
-        ReshardError: it is not an amount of memory.
+    Raises a ReshardError for what is no amount of memory.
     """
     if threshold is None:
         return None

@@ -32,9 +32,7 @@ def flatten(tree: PyTree) -> tuple[list[str], list[Any], TreeDef]:
 
 def broadcast(shardings: PyTree, tree: PyTree, name: str, is_leaf: Callable[[object], bool] = is_sharding) -> list[Any]:
     """Returns a sharding for each leaf of `tree`, from a prefix of it with shardings (or values that pass `is_leaf`).
-
-    Raises:
-        ReshardError: the structures differ.
+    Raises a ReshardError if the structures differ.
     """
     try:
         full = jax.tree.broadcast(shardings, tree, is_leaf=is_leaf)

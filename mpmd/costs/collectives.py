@@ -96,10 +96,7 @@ def _nbytes(text: str, kind: str, is_start: bool) -> int:
 
 
 def _members(line: str, num_devices: int) -> Sequence[np.ndarray]:
-    """Returns the devices of each group that exchange with each other, in any of XLA's notations.
-
-    Each group is an int array of shape (devices,): their positions in the program.
-    """
+    """Returns each group of devices that exchange, from any of XLA's notations: int arrays of program positions."""
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
         return list(_turned(num_devices, match[3], match[4]).reshape(int(match[1]), int(match[2])))
     if match := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line):

@@ -27,18 +27,13 @@ _SENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices of a target, in hosts.
-
-    Attributes:
-      matrix_efficiency, memory_efficiency, link_efficiency: the part of the peak that good kernels reach. None for the
-        first one uses the measurement in the target.
-    """
+    """Devices of a target, in hosts."""
 
     target: Target  # the data sheet
     devices_per_host: int = 8  # the number of neighbours that reach each other by `target.link_bandwidth`
-    matrix_efficiency: float | None = None
-    memory_efficiency: float = 0.8
-    link_efficiency: float = 0.8
+    matrix_efficiency: float | None = None  # the part of the peak that good kernels reach. None: measured, in `target`
+    memory_efficiency: float = 0.8  # likewise
+    link_efficiency: float = 0.8  # likewise
     latency_s: float = 15e-6  # of each transfer and collective
     launch_s: float = 10e-6  # of each program
     memory_fraction: float | None = None  # the part of a device's memory that JAX's allocator takes. None: its default.

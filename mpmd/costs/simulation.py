@@ -9,13 +9,9 @@ from scheduler.engine import blocked, run_until_blocked
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedStep:
-    """The times of everything in a step.
+    """The times of everything in a step."""
 
-    Attributes:
-      ran: the runs of loops in each group, with start and end: group by group, in order.
-    """
-
-    ran: tuple[tuple[int, Run, float, float], ...]
+    ran: tuple[tuple[int, Run, float, float], ...]  # group, run of a loop, its start and end: group by group, in order
     seconds: float  # from the start of the step to the end of all its work
     busy: tuple[float, ...]  # for each group, the seconds in which it computes
     exposed: tuple[float, ...]  # for each group, the seconds in which it waits for a value that is already on its way
@@ -40,14 +36,10 @@ def simulate_program(
     duration: Callable[[int, Run | Call], float],
     transfer: Callable[[int, int, Value], float],
 ) -> SimulatedStep:
-    """Runs a program on a clock.
+    """Runs a program on a clock: `duration` and `transfer` (of a value from one group to another) return seconds.
 
     Each group runs its instructions in order. A send starts when its value is ready, takes none of the group's time,
     and waits for the earlier sends between the same two groups. Readers of a received value wait until it has arrived.
-
-    Args:
-      duration: seconds of a `Run` or `Call` of a group.
-      transfer: seconds of a value from one group to another.
     """
     groups = program.groups
     clock, busy, exposed = ([0.0] * len(groups) for _ in range(3))

@@ -33,9 +33,7 @@ class _Instruction:
 
 def traffic_of(hlo: str) -> int:
     """Returns the bytes that a device moves in a call of a program, without products, attention and Pallas kernels.
-
-    Args:
-      hlo: the optimized module, as from `jax.stages.Compiled.as_text()`; several for a program that runs as several.
+    `hlo` is as for `collectives_of`.
     """
     return sum(_moved(entry, bodies) for entry, bodies in hlo_text.modules(hlo))
 

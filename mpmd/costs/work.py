@@ -16,11 +16,7 @@ from mpmd.tracing.new_equations import Atom
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Operations and bytes of a program, over all devices of its group.
-
-    Attributes:
-      between: the part of `nbytes` that belongs to no product or kernel. XLA's text is more exact (`traffic_of`).
-    """
+    """Operations and bytes of a program, over all devices of its group."""
 
     products: float = 0.0  # operations of matrix products and convolutions, on matrix units
     other: float = 0.0  # all other operations
@@ -29,7 +25,7 @@ class Work:
     recomputed: float = 0.0  # the part of `products` that `jax.checkpoint` repeats for the backward pass
     float8: float = 0.0  # the part of `products` whose operands both have eight bits
     attention: float = 0.0  # the part of `products` in cuDNN's attention, which has other work between its products
-    between: float = 0.0
+    between: float = 0.0  # the part of `nbytes` of no product or kernel. XLA's text is more exact (`traffic_of`)
 
     @property
     def flops(self) -> float:

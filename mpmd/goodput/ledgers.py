@@ -67,19 +67,14 @@ class ProcessLedger:
 
 @dataclasses.dataclass(frozen=True)
 class JobLedger:
-    """The ledger of a job.
-
-    Attributes:
-      seconds: the seconds by part, of all processes together, including the time in which a rank had no process.
-      begun, end: the begin of the first process and the end of the last one, in seconds since 1970.
-    """
+    """The ledger of a job."""
 
     num_ranks: int
     num_spares: int  # the number of all spares that have waited, also one after the other
     num_restarts: int
-    seconds: dict[str, float]
-    begun: float
-    end: float
+    seconds: dict[str, float]  # by part, of all processes together, with the time in which a rank had no process
+    begun: float  # of the first process, in seconds since 1970
+    end: float  # of the last process, likewise
     events: tuple[str, ...]  # the events with their times
 
     @property
@@ -126,11 +121,8 @@ def _time(at: float, day: bool = False) -> str:
 
 
 def read(where: Path) -> list[ProcessLedger]:
-    """Returns the ledgers of all processes in a folder, without unfinished lines.
-
-    Raises:
-      FileNotFoundError: there is no folder, or no ledger in it.
-      ValueError: a file is no ledger.
+    """Returns the ledgers of all processes in a folder, without unfinished lines. Raises a FileNotFoundError if there
+    is no folder or no ledger in it, and a ValueError if a file is no ledger.
     """
     files = rank_files.found_in(where, ledger.ENDING)
     found = [one for *_, path in files if (one := _read(path)) is not None]
@@ -164,11 +156,7 @@ def _seconds(text: str) -> float:
 
 
 def put_together(processes: Sequence[ProcessLedger]) -> JobLedger:
-    """Returns the ledger of a job.
-
-    Args:
-      processes: the processes of all attempts, including spares.
-    """
+    """Returns the ledger of a job from the processes of all attempts, including spares."""
     seconds: defaultdict[str, float] = defaultdict(float)
     histories = [_History(process) for process in processes]
     for process in processes:

@@ -20,15 +20,7 @@ _STEPS_AGAIN = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class FailureInputs:
-    """The inputs of a prediction.
-
-    Attributes:
-      restart_s, from_memory_s, in_place_s: seconds from then until the next step begins, with the state from disk, from
-        memory, and with a spare in the place.
-
-    Raises:
-      ValueError: some numbers are impossible; the message names all of them.
-    """
+    """The inputs of a prediction. A ValueError names all impossible numbers."""
 
     gpus: int  # the number of GPUs that compute
     failures_per_day: float  # the number of failures that stop the job
@@ -37,9 +29,9 @@ class FailureInputs:
     checkpoint_s: float = 30.0  # how long each checkpoint holds up the training
     copy_s: float = 0.0  # how long the copies in memory hold up a step
     detect_s: float = 30.0  # seconds from a failure until all processes know of it
-    restart_s: float = 600.0
-    from_memory_s: float = 300.0
-    in_place_s: float = 60.0
+    restart_s: float = 600.0  # seconds from then until the next step begins, with the state from disk
+    from_memory_s: float = 300.0  # likewise, with the state from memory
+    in_place_s: float = 60.0  # likewise, with a spare in the place
     spares: int = 0  # the number of GPUs that wait
     gpus_per_host: int = 8  # a failure takes a host, and a spare host takes its place
     host_repair_h: float = 24.0  # hours until a host that has failed is a spare again

@@ -197,15 +197,11 @@ class JaxppStep:
 
 
 class JaxppCompiled:
-    """A compiled step with JaxPP's interface and the attributes of `mpmd.Compiled` (`.explain()`, `.program`, …).
-
-    Attributes:
-      closed_jaxpr: the traced step.
-    """
+    """A compiled step with JaxPP's interface and the attributes of `mpmd.Compiled` (`.explain()`, `.program`, …)."""
 
     def __init__(self, compiled: Compiled, closed_jaxpr: compat.ClosedJaxpr, mpmd_mesh: MpmdMesh):
         self._compiled = compiled
-        self.closed_jaxpr = closed_jaxpr
+        self.closed_jaxpr = closed_jaxpr  # the traced step
         self.mpmd_mesh = mpmd_mesh
 
     def __getattr__(self, name: str) -> Any:

@@ -53,21 +53,7 @@ class _Said(NamedTuple):
 
 
 class Activity:
-    """The current activity of this process.
-
-    Args:
-      door, stacks: fields of its `Board`.
-
-    Attributes:
-      step: how many steps have begun here.
-      expected: the values that the process waits for, or has promised.
-      callbacks: the user's functions that run on the host.
-      cursors: the executors that have run a step, while they live.
-      samples: recent activities.
-      goes_on: the process is in `mpmd.resilient`, and continues there when others are lost and replaced.
-      has_pace: calls are measured for `pace`.
-      pace: how fast the devices are; None if that is not known.
-    """
+    """The current activity of this process. `door` and `stacks` are fields of its `Board`."""
 
     def __init__(self, rank: int, door: str = "", stacks: int = -1):
         self._process = {
@@ -76,19 +62,19 @@ class Activity:
             "door": door, "stacks": stacks,
         }  # fmt: skip
         self._said = _Said("idle")
-        self.step = 0
+        self.step = 0  # how many steps have begun here
         self._cursor: Cursor | None = None
         self._last_position = -1
         self._times = Times()
         self._line = "", 0.0  # and the time of the look-up
-        self.expected = Expected(self._times)
+        self.expected = Expected(self._times)  # the values that the process waits for, or has promised
         self.callbacks = Callbacks()
-        self.cursors: weakref.WeakSet[Cursor] = weakref.WeakSet()
+        self.cursors: weakref.WeakSet[Cursor] = weakref.WeakSet()  # executors that have run a step, while they live
         self.samples = Samples()
-        self.goes_on = False
+        self.goes_on = False  # the process is in `mpmd.resilient`, and goes on there when others are lost and replaced
         self.loop_step: int | None = None  # the step that `mpmd.resilient` is in, or that ended it with an error
-        self.has_pace = False
-        self.pace: Pace | None = None
+        self.has_pace = False  # whether calls are measured for `pace`
+        self.pace: Pace | None = None  # how fast the devices are; None if that is not known
 
     @contextlib.contextmanager
     def during(self, phase: str, doing: str, waits_for: Sequence[int] = ()) -> Iterator[None]:
@@ -138,11 +124,7 @@ class Activity:
         self.expected.add(Awaited(array, what, ranks, number))
 
     def board(self, others: Iterable[Board] = ()) -> Board:
-        """Returns the board of this rank as of now.
-
-        Args:
-          others: the last boards of the other ranks.
-        """
+        """Returns the board of this rank as of now; `others` are the last boards of the other ranks."""
         now, said, cursor = time.monotonic(), self._said, self._cursor
         doing, position, number = said.doing, 0, None
         self.expected.prune()
@@ -184,14 +166,10 @@ class Activity:
 
 
 class Callbacks:
-    """The user's functions that JAX calls on the host, in any thread.
-
-    Attributes:
-      raised: the first error of such a function, empty if none. It may reach other ranks before this one.
-    """
+    """The user's functions that JAX calls on the host, in any thread."""
 
     def __init__(self):
-        self.raised = ""
+        self.raised = ""  # the first error of such a function, empty if none. It may reach other ranks before this one.
         self._running: dict[int, str] = {}
 
     def running(self) -> str:

@@ -12,11 +12,7 @@ from mpmd.observe import flight_files
 
 
 class Alone:
-    """The activity of this process, and its flight record.
-
-    Attributes:
-      activity: the current activity.
-    """
+    """The activity of this process, and its flight record."""
 
     def __init__(self):
         self.activity = Activity(0)

@@ -42,31 +42,22 @@ class Finding(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """One instruction that several groups have run.
-
-    Attributes:
-      owners: per group, the process of each of its devices. The group of the step comes first.
-      found: per group of this process, a function that waits for the digests of its own devices and returns them.
-    """
+    """One instruction that several groups have run."""
 
     key: str  # a key that no other audit of the job has
     what: str  # the instruction, the step and the call, for people
-    owners: Mapping[int, Sequence[int]]
+    owners: Mapping[int, Sequence[int]]  # per group, the process of each of its devices; the step's group comes first
     names: Mapping[int, Sequence[str]]  # per group, the name of each of its devices
-    found: Mapping[int, Callable[[], Sign]]
+    found: Mapping[int, Callable[[], Sign]]  # per group of this process: waits for, and returns, its devices' digests
     job: Job | None  # None where all groups are this process's
     epoch: int = 0  # the epoch of the job in which the instruction ran
 
 
 class Look(NamedTuple):
-    """A comparison of arrays of this process with their earlier bits. Nobody may change them in place.
-
-    Attributes:
-      changed: waits for the comparison; returns the names of devices with a changed array, with their groups.
-    """
+    """A comparison of arrays of this process with their earlier bits. Nobody may change them in place."""
 
     what: str  # the arrays, for people
-    changed: Callable[[], Sequence[str]]
+    changed: Callable[[], Sequence[str]]  # waits; returns the names of devices with a changed array, with their groups
     job: Job | None  # None where all groups are this process's
 
 
@@ -204,10 +195,7 @@ def settle(but: int = 0, known: int | None = None) -> None:
 
 
 def odd_one_out(signs: Mapping[int, Sign]) -> Finding | None:
-    """Returns the group that differs, if any does.
-
-    Args:
-      signs: the digests of each group; the first group is the step's own.
+    """Returns the group that differs, if any does. The first group of `signs`, each group's digests, is the step's own.
 
     Examples:
       >>> odd_one_out({1: {0: "a"}, 2: {0: "a"}, 3: {0: "a"}})

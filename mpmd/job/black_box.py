@@ -20,11 +20,7 @@ _ENDING_S = 30.0
 
 
 class BlackBox:
-    """The flight record of this rank and its file.
-
-    Args:
-      environment: names the folder.
-    """
+    """The flight record of this rank and its file, in the folder that `environment` names."""
 
     def __init__(self, rank: int, num_ranks: int, activity: Activity, environment: Mapping[str, str]):
         self._rank, self._num_ranks, self._activity = rank, num_ranks, activity
@@ -53,7 +49,6 @@ class BlackBox:
         """Writes the record of a process that somebody ends from outside, perhaps because the job hangs.
 
         Args:
-          signal: the name of the signal.
           views: the views of all ranks, for a process that notes none. Otherwise the last noted views count, because
             the end of a job also lets stopped ranks continue.
 
@@ -85,9 +80,6 @@ class BlackBox:
         where this process has just got a signal to end.
 
         Args:
-          why: the verdict.
-          views: the views of all ranks.
-          guilty: the rank to blame, if it is known.
           interrupted: whether somebody ends this process from outside.
         """
         if self.folder is None:

@@ -24,14 +24,8 @@ class Boards:
     """The boards of all ranks, as this one knows them.
 
     Attributes:
-      rank: this rank.
       number: the number of its process, under which it publishes. A spare that has become a rank keeps its own number.
       num_lost: how many ranks have been lost and replaced; a verdict counts for ranks that know of the same losses.
-      newer: the number of the process that replaced this one, which was cut off; None if none has.
-      period_s: the period at which boards are published and read.
-      store: the key-value store of `jax.distributed`.
-      status: the launcher's file about this rank.
-      verdict: the verdict that some rank has published, if any: the guilty rank and what it did.
     """
 
     def __init__(
@@ -45,11 +39,11 @@ class Boards:
         taken: Collection[Taken],
     ):
         self.rank, self.number, self.num_lost = rank, number, len(taken)
-        self.newer: int | None = None
+        self.newer: int | None = None  # the number of the process that replaced this one, which was cut off
         self.period_s = PUBLISH_S * max(1.0, num_ranks / 64)  # reading all boards is work that grows with the ranks
         self.store = store
         self.status = StatusFile(None if status_dir is None else pathlib.Path(status_dir, f"rank-{rank}.json"))
-        self.verdict: tuple[int, str] | None = None
+        self.verdict: tuple[int, str] | None = None  # a published verdict: the guilty rank and its act
         self._activity = activity
         self._beats = itertools.count()
         self._seen: dict[int, tuple[str, float, Board]] = {}  # the text, when it came, and the board in it
@@ -149,11 +143,7 @@ class Boards:
             self._seen[rank] = text, min(now, changed + seconds), board
 
     def first_verdict(self, rank: int, what: str) -> tuple[int, str, bool]:
-        """Publishes a verdict. The verdict that was published first counts for all ranks.
-
-        Returns:
-          The guilty rank and what it did, by the verdict that counts, and whether that is this rank's own.
-        """
+        """Publishes a verdict. Returns the first one, which counts for all, and whether that is this rank's own."""
         found: list[tuple[int, str, bool]] = []
         key = f"{_FOLDER}{_VERDICT}{self.num_lost}"
 
@@ -183,11 +173,7 @@ def run_briefly(function: Callable[[], object], limit_s: float) -> None:
 
 
 class StatusFile:
-    """The file from which the launcher reads the state of a rank when all ranks have ended.
-
-    Args:
-      path: None if there is no launcher.
-    """
+    """The file (None without a launcher) from which the launcher reads the state of a rank when all have ended."""
 
     def __init__(self, path: pathlib.Path | None):
         self._path, self._verdict, self._lock = path, None, threading.Lock()

@@ -49,18 +49,12 @@ _END_S = 10.0
 
 
 class SharedCalls:
-    """The calls that some ranks make together, as one of them sees them.
-
-    Attributes:
-      ranks: the ranks that make these calls.
-      count, num_compared: the number of calls, and of compared calls.
-      notes: the notes that have not been compared, the oldest first.
-    """
+    """The calls that some ranks make together, as one of them sees them."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, store: compat.KeyValueStore, epoch: int = 0):
         self.ranks = ranks
         self.count = 0
-        self.notes: deque[Note] = deque()
+        self.notes: deque[Note] = deque()  # not compared yet, the oldest first
         self._rank, self._store = rank, store
         self._folder = f"mpmd/calls/{zlib.crc32(repr(ranks).encode()):08x}{f'.{epoch}' if epoch else ''}"
         self._digests: deque[int] = deque()  # of the notes with values that were read
@@ -144,9 +138,6 @@ class Calls:
     """The calls that this rank makes together with others.
 
     Args:
-      rank, num_ranks: this rank, and the number of ranks.
-      store: the key-value store of the job.
-      activity: the activity of this process.
       end: ends all processes with a verdict, which is a rank and its act.
       check_ranks: raises if a rank was lost, so that nobody waits for its calls.
     """

@@ -22,12 +22,8 @@ def offset(
 ) -> Offset:
     """Compares `time.perf_counter` of all of `ranks`, which call this together.
 
-    Processes of one kernel have the same clock. Others ask the lowest rank for its time several times, through the
-    job's key-value store, and take the fastest answer. The error is half of the time until the answer.
-
-    Args:
-      now: this process's clock.
-      boot: a key that is equal for processes of one kernel.
+    Processes of one kernel, with the same `boot`, have the same clock. Others ask the lowest rank for its time several
+    times, through the job's key-value store, and take the fastest answer. The error is half of the time of that answer.
     """
     kernel = processes.machine().split(":")[0] if boot is None else boot
     told = job.exchange("comparing clocks", kernel, ranks)

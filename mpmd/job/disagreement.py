@@ -25,10 +25,8 @@ class Disagreement(NamedTuple):
 
 
 def disagreement(said: Mapping[int, Sequence]) -> Disagreement | None:
-    """Returns how the notes of one call differ; None if they do not. A value that a rank cannot read equals any other.
-
-    Args:
-      said: per rank, the plain data of its note.
+    """Returns how the ranks' notes of one call, as plain data, differ; None if they do not. A value that a rank cannot
+    read equals any other.
     """
     said = dict(sorted(said.items()))
     parts = _parted({r: (did, program) for r, (did, program, *_) in said.items()})

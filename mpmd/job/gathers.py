@@ -22,12 +22,7 @@ _MAX_KEPT = 256
 
 
 class Gathers:
-    """The gathers of one process. All processes make them in the same order.
-
-    Args:
-      job: the processes.
-      needs_all: called before a collective among all of them.
-    """
+    """The gathers of one process; all make them in one order. `needs_all` is called before a collective among all."""
 
     def __init__(self, job: Job, needs_all: Callable[[], None]):
         self._job, self._needs_all = job, needs_all

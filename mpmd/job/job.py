@@ -38,16 +38,8 @@ class Job:
     """The processes that run together, as this one sees them.
 
     Attributes:
-      rank, num_ranks: the number of this process, and how many there are.
-      store: the key-value store that they share.
-      hang_timeout_s: the argument of `initialize`.
-      activity: the activity of this process, for the watchdog.
-      watchdog: ends the process when the job cannot go on.
-      calls: compares the calls of this process with the calls of the others.
       address: the address at which other processes reach this one.
-      end_process: in `mpmd.resilient`, ends the process of a rank on any host.
       wait_until_kept: in `mpmd.resilient`, waits until one more state is whole in memory; False if none will be.
-      replaces: whether others take the places of lost ranks.
       epoch: how many losses of ranks this process has continued after; -1 in a spare that replaces a lost rank, until
         it meets the others in `mpmd.resilient`.
     """
@@ -67,7 +59,7 @@ class Job:
         door = Door(None if environment.get("MPMD_LOCAL_ONLY") == "1" else self.address)
         self.activity = Activity(self.rank, door.address, offer_stacks())
         self._register = Register(environment)
-        self.replaces = self._register.replaces
+        self.replaces = self._register.replaces  # whether others take the places of lost ranks
         is_spare = SPARE in environment
         self._taken = self._register.read() if is_spare else []
         number = int(environment[SPARE]) if is_spare else self.rank
@@ -78,7 +70,7 @@ class Job:
         black_box = BlackBox(self.rank, self.num_ranks, self.activity, environment)
         self.epoch = -1 if is_spare else 0
         self._is_bound = False
-        self.end_process: Callable[[Board, int], None] | None = None
+        self.end_process: Callable[[Board, int], None] | None = None  # in `mpmd.resilient`: ends any rank's process
         self.wait_until_kept: Callable[[], bool] | None = None
         losses, make_way = (self._hear_of_losses, self._make_way) if self.replaces else (None, None)
         self.watchdog = Watchdog(
@@ -104,7 +96,6 @@ class Job:
           what: the purpose, the same in all ranks.
           about: more about the purpose, for the report when a rank does not come.
           call: the user's call behind it, where that explains more in the report of a disagreement.
-          text: the text of this rank.
           ranks: the ranks that take part, including this one.
         """
         ranks = tuple(sorted(ranks))
@@ -134,11 +125,7 @@ class Job:
         return dict(sorted(said.items()))
 
     def find(self, key: str, what: str, rank: int) -> str:
-        """Waits for a text that a rank publishes once under a key of the store, and returns it.
-
-        Args:
-          what: the purpose, for the report when the text does not come.
-        """
+        """Waits for a text that a rank publishes once under a key. If it does not come, the report names `what`."""
         with self.activity.during("agreeing", f"{what} of rank {rank}", [rank]):
             wait = self._wait()
             while (answer := self._answer(wait, key, what)) is None:
@@ -161,7 +148,6 @@ class Job:
         """Returns a number that is the same in all of `ranks`, and that no other call returns.
 
         Args:
-          what, about, call: the arguments of `exchange`.
           is_brief: nobody uses the number after the user's call returns. Such numbers repeat after half a million.
         """
         if self.is_apart:
@@ -197,11 +183,7 @@ class Job:
         return self._taken[max(0, self.epoch) :]
 
     def check(self) -> None:
-        """Checks for losses.
-
-        Raises:
-          RankLostError: a rank was lost.
-        """
+        """Raises a RankLostError if a rank was lost."""
         if self.epoch >= 0 and len(self._taken) > self.epoch:
             raise RankLostError(f"mpmd: rank {self._taken[-1].rank} was lost, and a spare takes its place")
 
@@ -253,10 +235,7 @@ class Job:
         """Ends the process of a rank that holds up the others, so that another process takes its place.
 
         A slow process ends only if a spare waits, and when one more state is whole in memory, so that only the current
-        step is repeated.
-
-        Returns:
-          False if the caller should try again.
+        step is repeated. Returns False if the caller should try again.
         """
         text, end, wait = f"jax-mpmd: rank {board.rank}: {what}", self.end_process, self.wait_until_kept
         if end is None or wait is None or not self.activity.goes_on:

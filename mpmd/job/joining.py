@@ -166,9 +166,7 @@ def begin_again() -> None:
 
 def needs_all() -> None:
     """Announces common work of all processes. Outside of `mpmd.resilient`, it rules out replacements from then on.
-
-    Raises:
-      HangError: this process takes the place of a lost one, and has not met the others yet.
+    Raises a HangError if this process takes the place of a lost one, and has not met the others yet.
     """
     if _job is None:
         return

@@ -14,7 +14,6 @@ class Judge:
     """Finds the rank that ends the job.
 
     Args:
-      boards: the boards of all ranks.
       hang_timeout_s: how long a rank may wait for one that does not move; None for no limit.
       serves: whether this process serves the key-value store.
       slow_factor: a process is slow if it takes this many times its usual time; None if slow processes may stay.

@@ -17,7 +17,6 @@ class KeyWait:
     its memory. Later requests return at once, with pauses between them that grow to a tenth of the time waited.
 
     Args:
-      store: the key-value store.
       slice_s: the time limit of the first request, and of each pause.
     """
 
@@ -26,10 +25,8 @@ class KeyWait:
         self._begun, self._is_late = time.monotonic(), False
 
     def value(self, key: str) -> str | None:
-        """Returns the value of a key; None if it has not come after about a slice.
-
-        Raises:
-          JaxRuntimeError: the service does not answer.
+        """Returns the value of a key; None if it has not come after about a slice. Raises a JaxRuntimeError if the
+        service does not answer.
         """
         try:
             if self._is_late:

@@ -25,7 +25,6 @@ class Note:
     """A rank's note of one call. The main thread makes the note; another thread reads the values.
 
     Attributes:
-      names, types: the names and types of all arguments; a type is an array type or a text.
       fixed: everything else that defines the call, in words by name, such as static arguments `{"mode": "as 'train'"}`.
       structure: the structure of all arguments, in words by name; reported where nothing else differs.
       values: by position, the rank's values from its host; several pieces of one argument in order. Nobody changes
@@ -35,7 +34,7 @@ class Note:
     did: str  # the action of the rank in words: `called train`
     program: int = 0  # a number of the called program, the same in all ranks
     step: int = 0  # the number of the step on this rank, as the watchdog counts
-    names: Sequence[str] = ()
+    names: Sequence[str] = ()  # of all arguments
     types: Sequence[ShapedArray | str] = ()
     values: Values = ()
     makers: Sequence[int] = ()  # for each argument, the number of the call result that it is; 0 if no call returned it

@@ -31,15 +31,11 @@ _STACKS_SIGNAL = signal.SIGRTMIN + 11
 
 
 class Door:
-    """A port of this process at which its kernel answers. The process reads nothing from it.
-
-    Attributes:
-      address: `host:port`; empty where no other machine has to ask.
-    """
+    """A port of this process at which its kernel answers. The process reads nothing from it."""
 
     def __init__(self, address: str | None):
         self._socket: socket.socket | None = None
-        self.address = ""
+        self.address = ""  # `host:port`; empty where no other machine has to ask
         if address is not None:
             self._socket = socket.create_server((address, 0), family=_family(address), backlog=_BACKLOG)
             self._socket.setblocking(False)
@@ -110,10 +106,8 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def offer_stacks() -> int:
-    """Lets others on this machine read the stacks of this process, even while its lock is held.
-
-    Returns:
-      The number of the file in memory that has them, for `stacks_of`.
+    """Lets others on this machine read the stacks of this process, even while its lock is held. Returns the number of
+    the file in memory that has them, for `stacks_of`.
     """
     number = os.memfd_create("mpmd-stacks")
     faulthandler.register(_STACKS_SIGNAL, number, all_threads=True)

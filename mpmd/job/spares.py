@@ -30,17 +30,10 @@ class Taken(NamedTuple):
 
 
 class Register:
-    """The launcher's list of lost ranks.
-
-    Args:
-      environment: the environment of the process.
-
-    Attributes:
-      replaces: whether others take the places of lost ranks.
-    """
+    """The launcher's list of lost ranks."""
 
     def __init__(self, environment: Mapping[str, str]):
-        self.replaces = NUM_SPARES in environment
+        self.replaces = NUM_SPARES in environment  # whether others take the places of lost ranks
         self._folder = pathlib.Path(environment.get("MPMD_STATUS_DIR", ""))
 
     def read(self) -> list[Taken]:

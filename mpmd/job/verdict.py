@@ -44,13 +44,7 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True)
 class Board:
-    """The state that a rank publishes about itself, four times a second.
-
-    Attributes:
-      rank, host, pid: the rank and its process.
-      step, position: the step and the instruction in it that were dispatched last.
-      still_s: seconds since anything moved here: an instruction, a value that came, a value that was computed.
-    """
+    """The state that a rank publishes about itself, four times a second."""
 
     rank: int
     host: str = ""
@@ -58,10 +52,10 @@ class Board:
     machine: str = ""  # a key that is equal for processes that see each other's pids
     started: int = 0  # the process's start, in the kernel's ticks; distinguishes processes that had the same pid
     phase: str = "idle"  # idle (in the user's code), compiling, agreeing, step, reading, finished, failed
-    step: int = 0
-    position: int = 0
+    step: int = 0  # the step that was dispatched last
+    position: int = 0  # the instruction in it that was dispatched last
     doing: str = ""  # that instruction in words, or the error of a failed rank
-    still_s: float = 0.0
+    still_s: float = 0.0  # seconds since anything moved here: an instruction, a value that came or was computed
     wait: Wait | None = None  # the current wait
     sent: tuple[int, ...] = ()  # numbers of values that others wait for although this rank has sent them
     callback: str = ""  # the user's function that JAX has been calling on the host for a while
@@ -143,12 +137,7 @@ Views = Mapping[int, View]
 
 
 def diagnose(views: Views, me: int) -> tuple[int, str] | None:
-    """Returns the rank that died, failed or left, and how; None while all are there.
-
-    Args:
-      views: all ranks that have published a board.
-      me: the rank that asks.
-    """
+    """Returns the rank that died, failed or left, and how, as rank `me` finds it; None while all are there."""
     return _failed(views) or _dead(views) or _left(views, me)
 
 

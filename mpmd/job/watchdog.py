@@ -40,12 +40,6 @@ class Watchdog:
     """Watches over the ranks, and ends this one.
 
     Args:
-      num_ranks: the number of ranks.
-      activity: the activity of this rank.
-      boards: the boards of all ranks.
-      judge: finds the guilty rank.
-      black_box: the flight record of this rank.
-      door: the port at which the kernel answers others for this process.
       serves: whether this process serves the key-value store, so that it leaves last.
       losses: where lost ranks are replaced, notes the losses; returns a verdict if this process cannot go on.
       make_way: where lost ranks are replaced, ends the process of a slow or stuck rank; returns whether it did.

@@ -12,11 +12,7 @@ _SAMPLES = 2048
 
 
 class Flight:
-    """The last steps of one program in this process. The slots are made once and used in turn.
-
-    Attributes:
-      times: when each instruction of the current step was dispatched, on `time.perf_counter`'s clock; 0 if not yet.
-    """
+    """The last steps of one program in this process. The slots are made once and used in turn."""
 
     def __init__(self, num_instructions: int):
         kept = max(2, min(_MOST_STEPS, _INSTRUCTIONS // max(1, num_instructions)))
@@ -24,7 +20,7 @@ class Flight:
         self._slots = [self._zeros.copy() for _ in range(kept)]
         self._about: list[tuple[int, float, float]] = [(0, math.nan, math.nan)] * kept
         self._count = 0
-        self.times = self._slots[0]
+        self.times = self._slots[0]  # when each instruction was dispatched, by `time.perf_counter`; 0 if not yet
 
     def begin(self, step: int) -> None:
         """Begins a step."""

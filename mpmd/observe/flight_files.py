@@ -31,10 +31,8 @@ def path_of(where: Path, rank: int, environment: Mapping[str, str]) -> Path:
 def record_of(
     flight: Flight, name: str, program: Program, instructions: Iterable[tuple[int, str]]
 ) -> dict[str, object]:
-    """Returns a rank's record of one program as plain data, with the program itself under "plan".
-
-    Args:
-      instructions: the instructions of this rank in order: the group, and the instruction in words.
+    """Returns a rank's record of one program as plain data, with the program itself under "plan". `instructions` are
+    the rank's in order: the group, and the instruction in words.
     """
     return {
         "name": name,
@@ -56,7 +54,6 @@ def write(
 
     Args:
       why: the reason for the end of the job, in a line.
-      programs: from `record_of`.
       about: more to write, as plain data.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,11 +78,8 @@ def _replace(path: Path, text: str) -> None:
 
 
 def read(where: Path) -> tuple[dict[int, dict[str, Any]], dict[str, Program]]:
-    """Returns the last attempt's records in a folder by rank, and the programs that they name.
-
-    Raises:
-      FileNotFoundError: there is no folder, or no record in it.
-      ValueError: a file is no record.
+    """Returns the last attempt's records in a folder by rank, and the programs that they name. Raises a
+    FileNotFoundError if there is no folder or no record in it, and a ValueError if a file is no record.
     """
     found = rank_files.found_in(where, _ENDING)
     if not found:

@@ -51,16 +51,12 @@ class _Stretch(NamedTuple):
 
 
 class _NotedCall(NamedTuple):
-    """A call of a step.
-
-    Attributes:
-      divide: divides a measured call, from its begin to its end, into seconds by part; None for other calls.
-    """
+    """A call of a step."""
 
     part: str  # the part of the whole call; empty if the call is to be divided
     begin: float
     waits: Sequence[Any]  # arrays that are ready when the devices have done the call
-    divide: Callable[[float, float], Mapping[str, float]] | None
+    divide: Callable[[float, float], Mapping[str, float]] | None  # begin and end to seconds by part; None: not measured
     shares: dict[str, float]  # the share of each part in this program's calls; `divide` updates them
     step: int | None  # the step of the loop; None outside of a loop
     before: str
@@ -71,16 +67,11 @@ class Ledger:
 
     Args:
       path: the file. A file of an earlier job is replaced.
-      number: the number of the process.
       attempt: the attempt of the job. In later attempts, the time before the second call of a program is recovery.
-      age_s: how long the process has lived.
-
-    Attributes:
-      step: the step of the loop of `mpmd.resilient` that the next calls belong to; None outside of a loop.
     """
 
     def __init__(self, path: Path, number: int, attempt: int = 0, age_s: float = 0.0):
-        self.step: int | None = None
+        self.step: int | None = None  # the step of the loop that the next calls belong to; None outside of a loop
         now = time.perf_counter()
         self._clock = time.time() - now
         self._begun = self._at = now - age_s  # the sums include all time before `_at`
@@ -164,11 +155,7 @@ class Ledger:
         self.step, self._gap = None, OTHER
 
     def close(self, why: str) -> None:
-        """Writes the last line: the process ends now, perhaps by force. The time of an unfinished call is lost.
-
-        Args:
-          why: the reason, for people.
-        """
+        """Writes the last line: the process ends now, perhaps by force. The time of an unfinished call is lost."""
         with self._lock:
             if self._file.closed or os.getpid() != self._pid:
                 return

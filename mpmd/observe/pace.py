@@ -55,11 +55,8 @@ class History:
 
 
 def straggler(paces: Mapping[int, Pace], factor: float) -> tuple[int, str] | None:
-    """Returns the slowest process and its time in words, if it is slow and the others are not.
-
-    Args:
-      paces: the known paces, by rank. A single one cannot be compared.
-      factor: K, above 1.
+    """Returns the slowest process and its time in words, if it is slow and the others are not. `paces` are the known
+    ones by rank, a single one of which cannot be compared; `factor` is K, above 1.
     """
     if len(paces) < 2:
         return None

@@ -16,10 +16,8 @@ def path_of(where: Path, number: int, attempt: int, ending: str) -> Path:
 
 
 def found_in(where: Path, ending: str) -> list[tuple[int, int, Path]]:
-    """Returns these files of a folder, each with its process and attempt, in this order.
-
-    Raises:
-      FileNotFoundError: there is no folder.
+    """Returns these files of a folder, each with its process and attempt, in this order. Raises a FileNotFoundError if
+    there is no folder.
     """
     if not where.is_dir():
         raise FileNotFoundError(f"{where} is no folder.")

@@ -21,11 +21,7 @@ class Way(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A program that ran. Times are in seconds, on the clock of the job.
-
-    Attributes:
-      dispatched, returned: when the process began and ended the dispatch.
-    """
+    """A program that ran. Times are in seconds, on the clock of the job."""
 
     step: int
     rank: int
@@ -33,8 +29,8 @@ class Ran(NamedTuple):
     name: str  # the name of the program
     tasks: tuple[Task, ...]  # the tasks of a loop in it; none for other work
     loop: int
-    dispatched: float
-    returned: float
+    dispatched: float  # when the process began the dispatch
+    returned: float  # when it ended the dispatch
     start: float  # when the devices could begin: all inputs were there, and the program before had ended
     end: float
     ready: float  # when its last input was there

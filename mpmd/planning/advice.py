@@ -34,11 +34,8 @@ def savings(
     memory: dict[str, int],
     temporaries: Callable[[Run | Call], int],
 ) -> tuple[Saving, ...]:
-    """Returns the savings of a group, the largest first, without savings of less than a hundredth.
-
-    Args:
-      memory: the memory of the group, from `measured`.
-      temporaries: returns the temporaries of an instruction that XLA reports.
+    """Returns the savings of a group, the largest first, without savings of less than a hundredth. `memory` is the
+    group's, from `measured`; `temporaries` returns those of an instruction that XLA reports.
     """
 
     def peak(change: Sized, scaled: Callable[[Run | Call], int] = temporaries) -> int:
@@ -92,7 +89,6 @@ def recomputed_peak(
     The stage's input is kept instead of the residuals, and a backward task has all residuals as temporaries.
 
     Args:
-      temporaries: returns the current temporaries of an instruction.
       stages: the stages that recompute; None for all of the group.
     """
     received = {i.value.name for i in program.groups[group] if isinstance(i, Recv)}

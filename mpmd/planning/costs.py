@@ -30,14 +30,8 @@ class TaskCost:
 
 
 class StepCosts:
-    """Seconds of the instructions of a step.
-
-    Args:
-      measured: measured seconds of tasks, used instead of the roofline.
-      shares: the shares of the microbatches of lists.
-
-    Raises:
-      ValueError: `measured` has another number of stages or microbatches.
+    """Seconds of the instructions of a step. `measured` seconds of tasks are used instead of the roofline. A ValueError
+    says that they have another number of stages or microbatches.
     """
 
     def __init__(

@@ -31,25 +31,19 @@ from scheduler.base.texts import counted, in_bytes, in_seconds, table
 
 @dataclasses.dataclass(frozen=True)
 class GroupPlan:
-    """The plan of a group of the step.
-
-    Attributes:
-      sent: for each other group, the number of values and bytes that go there in a step, from all devices.
-      tasks, pairs: the costs of one task of each kind and stage, and of two tasks that run as one (`"F3+B4"`).
-      busy_s, exposed_s: seconds of a step in which it computes, and in which it waits for a transfer.
-    """
+    """The plan of a group of the step."""
 
     group: int
     num_devices: int
     stages: tuple[int, ...]  # the stages that it runs
     memory: dict[str, int]  # bytes on each device, by kind, and the `peak` of all
     largest: tuple[tuple[str, int], ...]  # the largest arguments, with their bytes on each device
-    sent: dict[int, tuple[int, int]]
-    tasks: dict[str, TaskCost]
-    pairs: dict[str, TaskCost]
+    sent: dict[int, tuple[int, int]]  # by other group: values and bytes that go there in a step, from all devices
+    tasks: dict[str, TaskCost]  # of one task of each kind and stage
+    pairs: dict[str, TaskCost]  # of two tasks that run as one (`"F3+B4"`)
     once: tuple[Collective, ...]  # the collectives outside of tasks, which run once a step
-    busy_s: float
-    exposed_s: float
+    busy_s: float  # seconds of a step in which it computes
+    exposed_s: float  # seconds of a step in which it waits for a transfer
     savings: tuple[Saving, ...]  # estimates of changes that would need less memory
 
 
@@ -68,16 +62,7 @@ class LoopPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A step on a machine. `str()` prints it; `faults` lists the groups that do not fit.
-
-    Attributes:
-      total: the work of a step, over all devices.
-      tokens: the tokens of a step, for the rate; None if they are not known.
-      unpipelined: a bound for the same step on the same devices without a pipeline.
-      picture: the picture of the longest loop; None if there is no loop.
-      costs_are_measured: whether the times of tasks are measured, and not from the roofline.
-      copies: the costs of copies of the state in the memory of other hosts; None if they were not asked for.
-    """
+    """A step on a machine. `str()` prints it; `faults` lists the groups that do not fit."""
 
     title: str
     machine: Machine
@@ -85,12 +70,12 @@ class Plan:
     loops: tuple[LoopPlan, ...]
     step: SimulatedStep
     num_programs: int
-    total: Work
-    tokens: int | None
-    unpipelined: Unpipelined
-    picture: Picture | None
-    costs_are_measured: bool
-    copies: CopiesPlan | None = None
+    total: Work  # over all devices
+    tokens: int | None  # of a step, for the rate; None if not known
+    unpipelined: Unpipelined  # a bound for the same step on the same devices
+    picture: Picture | None  # of the longest loop; None if there is no loop
+    costs_are_measured: bool  # and not from the roofline
+    copies: CopiesPlan | None = None  # in the memory of other hosts; None if they were not asked for
 
     @property
     def num_devices(self) -> int:
@@ -190,7 +175,6 @@ def plan_step(
       tokens: the tokens of a step. None takes the size of the largest integer argument that is data.
       costs: measured seconds of tasks, used instead of the roofline.
       copies: the number of copies of the state, as for `mpmd.resilient`.
-      shares: the shares of the microbatches of lists.
       told: called with the next piece of work, and the approximate share of all work that is done.
 
     Raises:

@@ -17,13 +17,10 @@ class Unpipelined:
     """The same step on all devices as one program, with parameters, state and gradients divided among them (FSDP).
 
     This is an upper bound of its speed: it assumes that computation hides communication where there is enough of it.
-
-    Attributes:
-      compute_s, communication_s: seconds of a step; the longer one is its time.
     """
 
     num_devices: int
-    compute_s: float
+    compute_s: float  # seconds of a step; the longer one of this and the next is its time
     communication_s: float
     peak: int  # bytes on each device
     rows: int  # the rows of the batch, which have to be divided among the devices
@@ -51,12 +48,7 @@ class Unpipelined:
 
 
 def unpipelined(programs: StepPrograms, roles: Roles, machine: Machine, total: Work, shares: Shares) -> Unpipelined:
-    """Returns the bound for a step.
-
-    Args:
-      total: the work of a whole step, over all devices.
-      shares: the shares of the microbatches of lists.
-    """
+    """Returns the bound for a step, from the total work of a whole step over all devices."""
     count = sum(mesh.size for mesh in programs.mesh.groups)
     held = {role: sum(equations.nbytes(v.aval) for v, r in roles.role.items() if r == role) for role in KINDS[:3]}
     data = [v for v, role in roles.role.items() if role == "data" and not is_of_list(roles.names[v])]

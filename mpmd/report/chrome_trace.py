@@ -12,7 +12,6 @@ def trace_events(
     """Yields the events of a Chrome trace: a process for each rank, with its host, its groups' devices, and transfers.
 
     Args:
-      ranks_of: the processes of each group.
       shapes: the shape of each microbatch, by the number of a loop; "" where there is only one shape.
     """
     first = min((s.start for s in steps), default=0.0)

@@ -39,11 +39,8 @@ class Draft(NamedTuple):
 
 
 def draft_of(outline: Outline, mesh: MpmdMesh, in_layouts: Sequence[Layout | None], donated_args: Set[int]) -> Draft:
-    """Returns the program of a step and the sizes of its values, without compiling anything.
-
-    Args:
-      in_layouts: the layout of each flat argument, or None.
-      donated_args: the donated flat arguments.
+    """Returns the program of a step and the sizes of its values, without compiling. `in_layouts` has an entry per flat
+    argument; `donated_args` are numbers of flat arguments.
     """
     layouts = {v: layout for v, layout in zip(outline.trace.arguments, in_layouts, strict=True) if layout}
     largest = max(mesh.groups, key=lambda group: group.size)

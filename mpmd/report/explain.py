@@ -47,7 +47,6 @@ def explain(
     """Returns a table for each group and stage, and the step's totals.
 
     Args:
-      shares: the shares of the microbatches of lists.
       notes: lines on the values that cross outside of the loops.
       limit: bytes that a group may use on each device; None if that is not known.
     """

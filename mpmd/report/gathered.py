@@ -24,12 +24,8 @@ def profile_of(
     rows: Sequence[RecordedTimes],
     result: object,
 ) -> Profile:
-    """Returns the profile of some steps, the same in all of `ranks`, which call this together.
-
-    Args:
-      loops: the results of `facts_of`.
-      job: the job of several processes; None where this process runs everything.
-      rows: the times of this process, for each step.
+    """Returns the profile of some steps, the same in all of `ranks`, which call this together. `rows` are the times of
+    this process, for each step; `job` is None where it runs everything.
     """
     parts, error = list(rows), 0.0
     if job is not None:
@@ -45,12 +41,8 @@ def profile_of(
 def facts_of(
     loop: Loop, executables: Sequence[Mapping[Place, Executable]], shapes: Sequence[int], names: Sequence[str] = ("",)
 ) -> LoopFacts:
-    """Returns the facts about a loop for profiles.
-
-    Args:
-      executables: the executables of its tasks, for each shape of a microbatch.
-      shapes: the number of each microbatch's shape.
-      names: the names of the shapes.
+    """Returns the facts about a loop for profiles. `executables` are those of its tasks, for each shape of a
+    microbatch; `shapes` has the number of each microbatch's shape.
     """
     partition, schedule = loop.partition, loop.schedule
 

@@ -338,12 +338,7 @@ def _round_ticks(most: float, count: int) -> list[float]:
 
 
 def _memory_chart(history: Sequence[Mapping[str, int]], most: float, title: str) -> str:
-    """Returns a figure. The horizontal axis counts instructions.
-
-    Args:
-      history: bytes by kind, after each instruction.
-      most: bytes at the upper end of the vertical axis.
-    """
+    """Returns a figure: bytes by kind, up to `most`, over the number of the instruction."""
     count = max(1, len(history))
     down = [(100 - 100 * y / most, in_bytes(y) if y else "0") for y in _round_ticks(most, 4)]
     along = [(100 * x / count, f"{x:.0f}") for x in _round_ticks(count, 6) if x == int(x)]

@@ -26,11 +26,7 @@ _MOST_TASKS = 100_000  # simulated for a line of text
 
 
 def loop_lines(program: LoopProgram, roles: Roles, bubble: float) -> Iterator[str]:
-    """Yields the notes on one loop, for `explain()`.
-
-    Args:
-      bubble: the share of the time that groups idle if all tasks take equally long.
-    """
+    """Yields the notes on one loop. `bubble` is the share of time that groups idle if all tasks take equally long."""
     loop = program.loop
     yield from _balance(program, bubble)
     yield from _crossings(loop)
@@ -80,11 +76,7 @@ def _balance(program: LoopProgram, bubble: float) -> Iterator[str]:
 
 
 def order_lines(loop: Loop, costs: Costs) -> Iterator[str]:
-    """Yields notes on the cost of the order of a list's microbatches.
-
-    Args:
-      costs: the costs, including the costs of each microbatch.
-    """
+    """Yields notes on the cost of the order of a list's microbatches, by the costs of each microbatch."""
     schedule, num = loop.schedule, len(costs.microbatches)
     now, num_tasks = simulate(schedule, num, costs), sum(map(len, loop.orders))
     busy = max(now.busy)

@@ -56,9 +56,6 @@ class Sizes:
 
     Args:
       layouts: spec and memory kind of each variable of the step; variables without a layout are replicated.
-
-    Attributes:
-      successors: for each new state leaf, the argument that it replaces.
     """
 
     def __init__(self, outline: Outline, mesh: MpmdMesh, layouts: Mapping[compat.Var, Layout]):
@@ -69,7 +66,7 @@ class Sizes:
         for loop in outline.loops:
             self._vars.update((edge_name(loop, v), v) for v in loop.partition.names)
         self._kinds = {outline.names[v]: role.get(v, "data") for v in outline.trace.jaxpr.invars}
-        self.successors = {
+        self.successors = {  # for each new state leaf, the argument that it replaces
             outline.names[v]: outline.names[args[donor]]
             for (v, _), donor in zip(outline.outputs, outline.donors, strict=True)
             if donor is not None and not isinstance(v, compat.Literal)
@@ -96,11 +93,7 @@ class Sizes:
 
 
 def peaks(program: Program, group: int, sizes: Sizes, temporaries: Callable[[Run | Call], int]) -> dict[str, int]:
-    """Returns the most bytes of each kind that a device of a group holds at one time, in the form of `measured`.
-
-    Args:
-      temporaries: returns the bytes that an instruction's executables need beside their arguments and results.
-    """
+    """Returns the most bytes of each kind that a device of a group holds at one time, in the form of `measured`."""
     most: dict[str, int] = dict.fromkeys((*KINDS, "peak", "host"), 0)
     for now in _alive(program, group, sizes, temporaries):
         for kind, nbytes in now.items():

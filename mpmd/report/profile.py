@@ -65,10 +65,8 @@ class Profile:
         return sorted(self.steps, key=lambda s: s.seconds)[(len(self.steps) - 1) // 2]
 
     def _facts_of(self, loop: int) -> LoopFacts:
-        """Returns the facts about a loop by its index in the step; negative indices count from the last loop.
-
-        Raises:
-          ValueError: there is no such loop.
+        """Returns the facts about a loop by its index in the step; negative indices count from the last loop. Raises a
+        ValueError if there is no such loop.
         """
         try:
             return self.loops[loop]

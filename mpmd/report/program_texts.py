@@ -7,10 +7,8 @@ DIALECTS = ("hlo", "stablehlo")
 
 
 def texts(programs: StepPrograms, stage: int | None, kind: str | None, dialect: str | None) -> str:
-    """Returns the programs of tasks (and segments, if neither stage nor kind is given), each below its name.
-
-    Raises:
-      ValueError: there is no such dialect, or no such task.
+    """Returns the programs of tasks (and segments, if neither stage nor kind is given), each below its name. Raises a
+    ValueError if there is no such dialect, or no such task.
     """
     if dialect not in (None, *DIALECTS):
         raise ValueError(f"as_text: dialect={dialect!r}. Pass one of {', '.join(map(repr, DIALECTS))}.")

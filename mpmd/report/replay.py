@@ -26,11 +26,7 @@ Record = dict[str, Any]
 
 
 def replay(records: Mapping[int, Record], plans: Mapping[str, Program]) -> str:
-    """Returns the report: the verdict, the plan, each rank's last instruction, who waited for whom, and who was slow.
-
-    Args:
-      records, plans: from `flight_files.read`.
-    """
+    """Returns the report: the verdict, the plan, each rank's last instruction, who waited for whom, who was slow."""
     return "\n".join(_lines(records, plans))
 
 
@@ -241,9 +237,7 @@ def _words(instruction: Run | Call, group: int) -> str:
 
 def reach(program: Program, stopped: Mapping[int, int]) -> list[tuple[Value, int] | None]:
     """Simulates a program where some groups stop: returns the value and the source that each group waits for, or None.
-
-    Args:
-      stopped: for each group that stops, the first instruction that it does not run.
+    `stopped` has, for each group that stops, the first instruction that it does not run.
     """
     sent: set[tuple[Value, int, int]] = set()
     found: list[tuple[Value, int] | None] = [None] * program.num_groups

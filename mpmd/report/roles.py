@@ -12,17 +12,12 @@ class Roles:
     """The role of each argument: a parameter (a loop reads it whole, or reads it and the step returns it), other state,
     or data, of which each microbatch takes a part. Where no loop has a backward pass, returned arguments are state.
 
-    Attributes:
-      args, groups: the flat arguments, and the groups that hold each.
-      names: the names of variables, for people.
-      trains: whether a loop has a backward pass.
-      role: the role of each argument: "parameters", "state" or "data".
-      frozen: the parameters that the step does not return.
+    `frozen` are the parameters that the step does not return.
     """
 
     def __init__(self, outline: Outline):
-        self.args = outline.trace.arguments
-        self.groups = outline.inputs[len(outline.trace.consts) :]
+        self.args = outline.trace.arguments  # the flat arguments
+        self.groups = outline.inputs[len(outline.trace.consts) :]  # for each, the groups that hold it
         self.names = outline.names
         self._roots: dict[compat.Var, set[compat.Var]] = {v: {v} for v in self.args}
         for item in outline.items:
@@ -31,7 +26,7 @@ class Roles:
                     found = self.arguments(equations.variables(eqn.invars))
                     self._roots.update((v, found) for v in eqn.outvars)
         tasks = [t for loop in outline.loops for t in loop.partition.tasks]
-        self.trains = any(t.place.kind != "F" and not t.is_empty for t in tasks)
+        self.trains = any(t.place.kind != "F" and not t.is_empty for t in tasks)  # whether a loop has a backward pass
         returned = {self.args[d] for d in outline.donors if d is not None}
         read = {v for t in tasks for v in self.arguments(t.operands) if equations.size(v.aval) > 1}
         self.frozen = read - returned - self.arguments(v for loop in outline.loops for v in _scanned(loop))

@@ -37,14 +37,10 @@ class MicrobatchFigures:
 
 @dataclasses.dataclass(frozen=True)
 class ListFigures:
-    """The figures of a list's microbatches.
-
-    Attributes:
-      producers: the stage and kind of the task that makes a value, by the name of the value.
-    """
+    """The figures of a list's microbatches."""
 
     largest: MicrobatchFigures  # the microbatch that the step is described for
-    producers: Mapping[str, tuple[int, str]]
+    producers: Mapping[str, tuple[int, str]]  # by a value's name, the stage and kind of the task that makes it
     microbatches: tuple[MicrobatchFigures, ...]  # all microbatches; microbatches of one shape are the same object
 
     @property
@@ -58,11 +54,7 @@ _Beside = tuple[tuple[Place, MicrobatchFigures, MicrobatchFigures], ...]
 
 
 class Shares:
-    """The shares of all microbatches of a step.
-
-    Args:
-      lists: the figures of each loop over a list, by its number.
-    """
+    """The shares of all microbatches of a step, from the figures of each loop over a list, by the loop's number."""
 
     def __init__(self, lists: Mapping[int, ListFigures] | None = None):
         self.lists = lists or {}

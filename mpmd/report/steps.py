@@ -30,14 +30,10 @@ class Waited(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """All times of one step, in order.
+    """All times of one step, in order."""
 
-    Attributes:
-      runs, moves: the runs and transfers of all ranks.
-    """
-
-    runs: tuple[Ran, ...]
-    moves: tuple[Moved, ...]
+    runs: tuple[Ran, ...]  # of all ranks
+    moves: tuple[Moved, ...]  # of all ranks
     sent: Mapping[Way, float]  # when the value of each transfer was offered
     num_groups: int  # the number of groups
 

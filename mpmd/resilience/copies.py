@@ -56,7 +56,6 @@ class Copies:
     """The copies of this process.
 
     Args:
-      ranks: the processes of the job.
       keepers: connections to the keepers of this process's records; the keeper of its own host first, if there is one.
       about: the fields of all records of this process, without the step.
       speaks: whether this process reports losses of keepers; one process of each host does.
@@ -85,11 +84,7 @@ class Copies:
         self._thread.start()
 
     def keep(self, step: int, state: PyTree, signature: tuple | None = None) -> None:
-        """Keeps the state after a step; returns as soon as its copies have been started.
-
-        Args:
-          signature: the signature of its leaves, if it is known.
-        """
+        """Keeps the state after a step; returns once its copies have begun. `signature` is its leaves', if known."""
         self._wait_until_idle()
         if self._has_ended:
             return

@@ -37,8 +37,6 @@ class Connection:
     """A connection to a keeper. Every failure is an OSError.
 
     Args:
-      address: the keeper.
-      token: the token of the job.
       shares_memory: whether it is the keeper of this host.
       limit_s: the time limit for the connection to begin.
     """
@@ -88,11 +86,7 @@ class Connection:
         self._socket.settimeout(_LIMIT_S)
 
     def header(self, number: int) -> str:
-        """Returns the header of a record.
-
-        Raises:
-          OSError: it is damaged, or gone.
-        """
+        """Returns the header of a record. Raises an OSError if the record is damaged or gone."""
         text = keeper.ask(self._socket, "header", number=number)["header"]
         if with_sum(text[8:]) != text:
             raise OSError("a damaged header")

@@ -28,16 +28,12 @@ _ALIGNMENT = 64
 
 @dataclasses.dataclass(frozen=True)
 class KeptLeaf:
-    """A leaf of a state as it is kept.
-
-    Attributes:
-      shape, dtype: the shape and the name of the dtype of its data; the data of typed keys are integers.
-    """
+    """A leaf of a state as it is kept."""
 
     name: str  # its path in the tree
     kind: str  # `SHARED`, or the kind of each process's own leaf
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
+    shape: tuple[int, ...] = ()  # of its data; the data of typed keys are integers
+    dtype: str = ""  # the name of its data's dtype
     key: str | None = None  # the implementation of typed keys, or None
     weak: bool = False  # whether it is a JAX array of a weak type
 
@@ -51,20 +47,15 @@ class KeptLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class KeptPiece:
-    """A box of a leaf that this process keeps.
-
-    Attributes:
-      part, device: the key of this array's part in an `MpmdArray` (else 0), and its device; None for an own leaf.
-      offset, nbytes: its place in the record.
-    """
+    """A box of a leaf that this process keeps."""
 
     leaf: int  # the number of the leaf
     box: Box  # the box in the data of the leaf
     held: Box  # the box of the array that the piece is cut from
-    part: Key | None
-    device: Device | None
-    offset: int
-    nbytes: int
+    part: Key | None  # the key of this array's part in an `MpmdArray` (else 0); None for an own leaf
+    device: Device | None  # the array's device; None for an own leaf
+    offset: int  # in the record
+    nbytes: int  # in the record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +73,7 @@ def names_of(tree: object) -> list[str]:
 
 
 def describe(name: str, leaf: object) -> KeptLeaf:
-    """Describes a leaf as it is kept.
-
-    Raises:
-      ValueError: the leaf cannot be kept.
-    """
+    """Describes a leaf as it is kept. Raises a ValueError if it cannot be kept."""
     if isinstance(leaf, jax.Array):
         is_own = not isinstance(leaf, MpmdArray) and leaf.is_fully_addressable
         shape, dtype = keys.data_shape(leaf.shape, leaf.dtype), keys.data_dtype(leaf.dtype)
@@ -145,9 +132,7 @@ def plan(names: Sequence[str], leaves: Sequence[Any], rank: int) -> StateLayout:
 
 def owners(sharding: Sharding, shape: tuple[int, ...], itemsize: int, load: dict[int, int]) -> dict[Box, int]:
     """Returns the process that keeps each box of an array: among those with the box, the one with the fewest bytes.
-
-    Args:
-      load: the bytes of each process so far; these are added to it.
+    Adds these bytes to `load`, each process's so far.
     """
     owner: dict[Box, int] = {}
     for box, processes in held_cells(sharding, shape)[1].items():

@@ -136,11 +136,7 @@ def _loop(
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Surrounds a loop.
-
-    Raises:
-      ValueError: this process is already in a loop.
-    """
+    """Surrounds a loop. Raises a ValueError if this process is already in one."""
     global _is_running
     if _is_running:
         raise ValueError(
@@ -167,11 +163,7 @@ class _Losses:
             self._counts.clear()
 
     def note(self, ranks: Sequence[int]) -> None:
-        """Counts the loss of some ranks.
-
-        Raises:
-          HangError: a rank was lost too often, so its next process is likely to be lost too.
-        """
+        """Counts the loss of some ranks. Raises a HangError if one was lost too often: the next loss is likely."""
         self._counts.update(ranks)
         (rank, count), *_ = self._counts.most_common(1)
         if count > _MOST_LOSSES:
@@ -273,11 +265,7 @@ def _say_lost(job: Job) -> None:
 
 
 def _checked(body: object, names: Sequence[str], state: object, *numbers: int) -> list[int]:
-    """Returns the numbers as Python integers.
-
-    Raises:
-      ValueError: an argument is wrong.
-    """
+    """Returns the numbers as Python integers. Raises a ValueError if an argument is wrong."""
     faults: list[str] = []
     if not callable(body):
         faults.append(f"body is a {type(body).__name__}, not a function")
@@ -311,11 +299,7 @@ class _Given:
         self.signature: tuple | None = None  # of the newest state
 
     def next(self, result: PyTree, step: int) -> PyTree:
-        """Returns the state in the result of `body`.
-
-        Raises:
-          ValueError: the result has no such state.
-        """
+        """Returns the state in the result of `body`. Raises a ValueError if there is no such state."""
         is_pair = isinstance(result, tuple) and len(result) == 2
         state = result[0] if is_pair and _structure(result[0]) == self._structure else result
         if state is result and (isinstance(found := _structure(result), str) or found != self._structure):
@@ -355,16 +339,11 @@ class _Meeting:
     """The exchange of all processes before they begin: the keepers and their records.
 
     Args:
-      ranks: the processes.
-      own: the keeper of this host, if there is one.
       call: the number of this call of `resilient` in the program.
       numbers: arguments that are the same in all processes.
       is_used_up: the loop has begun with the given state, or this process was a spare and cannot read the state.
       is_new: this process was a spare. It may have found a later checkpoint, and pass another `start`.
       leaves: the leaves of the given state, in words that are the same in all processes.
-
-    Attributes:
-      numbers: the agreed arguments.
     """
 
     def __init__(
@@ -395,7 +374,7 @@ class _Meeting:
         if len({one["leaves"] for one in were_here.values()}) > 1:
             told = self._exchange("saying how states differ", json.dumps(leaves))
             _check_alike(itertools.repeat("a leaf of state"), {rank: json.loads(told[rank]) for rank in were_here})
-        self.numbers = *numbers[:-1], start
+        self.numbers = *numbers[:-1], start  # as agreed
         if len({one["call"] for one in said.values()}) > 1:
             raise HangError("mpmd.resilient: a spare comes to its first loop, and the others are in another one.")
         self._without = [rank for rank, one in said.items() if not one["had_keeper"]]

@@ -11,8 +11,7 @@ from mpmd.job import interrupts
 class Notice:
     """The notice of a SIGTERM that lets this process finish its step.
 
-    Args:
-      environment: the environment of the process. The launcher makes a file when it ends ranks without delay.
+    The launcher makes a file when it ends ranks without delay.
     """
 
     def __init__(self, environment: Mapping[str, str]):

@@ -49,11 +49,6 @@ class _Entry(NamedTuple):
 class Reading:
     """The reading of a version by this process.
 
-    Args:
-      version: the version.
-      rank, num_ranks: the number of this process, and how many there are now.
-      connect: makes a connection to a keeper.
-
     Attributes:
       leaves: the kept leaves. For leaves that each process has on its own, the ones of this process.
     """
@@ -68,10 +63,8 @@ class Reading:
         self.leaves: list[KeptLeaf] = []
 
     def load(self, names: Sequence[str], given: Sequence[Any]) -> list[dict[Box | None, Any]]:
-        """Reads this process's part of a state: for each leaf the values by box, or a number under None.
-
-        Raises:
-          LostError: the version does not fit the given state, or a part of it is in no copy any more.
+        """Reads this process's part of a state: for each leaf the values by box, or a number under None. Raises a
+        LostError if the version does not fit the given state, or a part of it is in no copy any more.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(lambda: [connection.close() for connection in self._connections.values()])

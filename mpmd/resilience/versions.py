@@ -11,20 +11,15 @@ from mpmd.resilience.keepers import Address
 
 
 class Stored(NamedTuple):
-    """One record, and its place.
-
-    Attributes:
-      owner, num_ranks: the rank that has kept it, and the number of ranks at that time.
-      keeper, number: the keeper that has it, and its number there.
-    """
+    """One record, and its place."""
 
     attempt: int  # how often the launcher had restarted the job; all records of a version have the same attempt
     call: int  # the number of the call of `resilient` in the program
     step: int  # the record is a part of the result of this step
-    owner: int
-    num_ranks: int
-    keeper: Address
-    number: int
+    owner: int  # the rank that has kept it
+    num_ranks: int  # at that time
+    keeper: Address  # the keeper that has it
+    number: int  # its number there
 
 
 class Version(NamedTuple):

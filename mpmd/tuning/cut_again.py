@@ -15,16 +15,12 @@ WORTHWHILE = 0.02  # another cut is tried if it saves more than this share of th
 
 
 class Recut(NamedTuple):
-    """The prediction for a configuration from measured layers.
-
-    Attributes:
-      own, costs: seconds of its tasks with its own cut, and with the other cut.
-    """
+    """The prediction for a configuration from measured layers."""
 
     number: int  # the number of the configuration
     cuts: tuple[int, ...] | None  # another cut that takes less time; None if there is no better one
-    own: Costs
-    costs: Costs
+    own: Costs  # seconds of its tasks with its own cut
+    costs: Costs  # seconds of its tasks with the other cut
 
 
 def loop_info(lowered: Any) -> ScheduledLoop | None:
@@ -51,11 +47,7 @@ def measured_units(lowered: Any, units: Units, costs: Costs) -> Units:
 def recuts(units: Units, measured: int, lowered: dict[int, Any], limit: float | None) -> Iterator[Recut]:
     """Yields predictions from the layers of a measured configuration, for it and others with equally many microbatches.
 
-    Args:
-      units: the measured layers.
-      measured: the number of the measured configuration.
-      lowered: the configurations, by number.
-      limit: bytes that a step may use on each device.
+    `measured` and the keys of `lowered` are numbers of configurations; `limit` is bytes on each device.
     """
     first = loop_info(lowered[measured])
     assert first is not None

@@ -33,12 +33,7 @@ class Prediction:
 
 
 class Predictor:
-    """A lowered step that can be predicted under several assumptions.
-
-    Args:
-      lowered: an `mpmd.stages.Lowered`.
-      machine: how fast its devices are.
-    """
+    """A lowered step (an `mpmd.stages.Lowered`) that can be predicted under several assumptions."""
 
     def __init__(self, lowered: Any, machine: Machine):
         self.outline: Outline = lowered._outline
@@ -97,7 +92,6 @@ class Predictor:
 
         Args:
           scale: by kind of task, the ratio of measured seconds to seconds by the roofline.
-          measured: measured seconds of this step's tasks.
           recomputed: the stages that recompute their forward in the backward.
         """
 

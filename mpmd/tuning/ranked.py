@@ -14,15 +14,13 @@ class Configuration:
     """One way to run a step.
 
     Attributes:
-      schedule, num_microbatches: the arguments of `build`.
-      cuts: how many layers each stage gets (`Lowered.cuts`); None where the user's marks end stages.
       is_cut_again: whether `cuts` follow from measured tasks. The library does not choose these cuts otherwise, so pass
         them as `treduce(..., cuts=...)`.
     """
 
-    schedule: Schedule | str
-    num_microbatches: int
-    cuts: tuple | None = None
+    schedule: Schedule | str  # an argument of `build`
+    num_microbatches: int  # an argument of `build`
+    cuts: tuple | None = None  # how many layers each stage gets (`Lowered.cuts`); None where marks end stages
     num_stages: int = 0  # how many stages the schedule has
     prediction: Prediction | None = None  # its time and memory; None if it cannot be built
     num_elements: int = 1  # the size of a step's data

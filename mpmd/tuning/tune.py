@@ -107,14 +107,10 @@ def tuned(
 
 @dataclasses.dataclass(eq=False)
 class _Try:
-    """A configuration, and the results for it so far.
-
-    Attributes:
-      traced, lowered, predictor: None where it cannot be built.
-    """
+    """A configuration, and the results for it so far."""
 
     configuration: Configuration
-    traced: Any = None
+    traced: Any = None  # None where it cannot be built, as `lowered` and `predictor`
     lowered: Any = None
     predictor: Predictor | None = None
     measured: Costs | None = None  # seconds of its tasks, if they ran
@@ -293,11 +289,7 @@ def _reason(error: Exception) -> str:
 
 
 def _scale(durations: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Returns the ratio of seconds to seconds by the roofline, by kind of task ("" for programs that run once a step).
-
-    Args:
-      durations: kind, seconds, and seconds by the roofline.
-    """
+    """Returns the ratio of seconds to those by the roofline, by kind of task ("" for programs that run once a step)."""
     sums: dict[str, list[float]] = {}
     for kind, seconds, by_roofline in durations:
         total = sums.setdefault(kind, [0.0, 0.0])

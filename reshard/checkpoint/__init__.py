@@ -175,9 +175,7 @@ def _how_much_is_read(folder: File, reads: Reads) -> tuple[str, float]:
 
 def _how_much_is_written(folder: File, tree: PyTree, written: Sequence[int]) -> Callable[[], tuple[str, float]]:
     """Returns a function for the progress of a save, as `waiting` shows it. Takes all processes to write equally much.
-
-    Args:
-        written: bytes in files that TensorStore did not write.
+    `written` are bytes in files that TensorStore did not write.
     """
     whole = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree)) / jax.process_count()
     before = leaf_handler.nbytes_written()

@@ -80,11 +80,7 @@ class Working(UnfinishedFolder):
             raise OSError(code, f"save: it could not be put in place ({os.strerror(code)})", str(self.target))
 
     def wait_for_all(self, where: str, timeout_s: int) -> None:
-        """Returns when every process that saves this folder has come to the same point.
-
-        Raises:
-            TimeoutError: a process has not come in time.
-        """
+        """Returns when every process that saves this folder has come to the same point, or raises a TimeoutError."""
         if not self._is_shared:
             return
         try:

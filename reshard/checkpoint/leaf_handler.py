@@ -59,13 +59,9 @@ class _Uncompressed(ocp.SaveArgs):
 
 
 class MpmdLeaves(ArrayHandler):
-    """Writes and reads `MpmdArray`s as well as `jax.Array`s. Mixed in front of the previous handler of `jax.Array`.
+    """Writes and reads `MpmdArray`s as well as `jax.Array`s. Mixed in front of the previous handler of `jax.Array`."""
 
-    Attributes:
-        gives_numpy: whether an array becomes a numpy array if neither the reader nor a file names a sharding for it.
-    """
-
-    gives_numpy = False
+    gives_numpy = False  # whether an array becomes numpy's if neither the reader nor a file names a sharding for it
 
     async def serialize(
         self, values: Sequence[jax.Array], infos: Infos, args: Sequence[ocp.SaveArgs] | None = None

@@ -69,11 +69,7 @@ def _text(leaf: Leaf) -> str:
 
 
 def requests_of(like: PyTree, shardings: PyTree) -> tuple[list[Request], TreeDef]:
-    """Returns a request for each leaf of `like`, and the structure of the tree.
-
-    Raises:
-        ReshardError: `shardings` does not have the structure of `like`.
-    """
+    """Returns a request for each leaf of `like`, and its structure. Raises a ReshardError if `shardings` differs."""
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(like)
     places = [None] * len(with_paths) if shardings is None else broadcast(shardings, like, "restore: shardings")
     requests: list[Request] = []

@@ -41,16 +41,12 @@ class SharedCall:
     """One call that all of `ranks` make together, and the threads that continue it after it has returned.
 
     It gets its number when it first waits for the others, or fails: a call that does neither is not counted.
-
-    Attributes:
-        about: properties that all processes must share, in words by name: `{"step": "as 7"}`. May grow during the call.
-        place_read: the path that this process reads, which may differ elsewhere; shown where something else differs.
     """
 
     def __init__(self, what: str, ranks: tuple[int, ...]):
         self.what, self.ranks = what, ranks
-        self.about: dict[str, str] = {}
-        self.place_read = ""
+        self.about: dict[str, str] = {}  # equal in all processes, in words by name: `{"step": "as 7"}`; may grow
+        self.place_read = ""  # this process's path, which may differ elsewhere; shown where something else differs
         self._compared: dict[str, str] = {}
         self._folder, self._epoch = "", 0
         self._before = ""  # the folder of a call that is long over
@@ -98,11 +94,7 @@ class SharedCall:
             store().key_value_set(place, json.dumps([self.about, self.place_read]), allow_overwrite=True)
 
     def compare(self) -> None:
-        """Compares the properties of this process's call with the published ones.
-
-        Raises:
-            ReshardError: they differ.
-        """
+        """Compares the properties of this call with the published ones. Raises a ReshardError if they differ."""
         mine = dict(self.about)
         if mine == self._compared:
             return
@@ -141,11 +133,7 @@ class Meetings:
     def together(
         self, what: str, ranks: set[int] | None = None, about: Mapping[str, str] = MappingProxyType({})
     ) -> Iterator[None]:
-        """Wraps a call of all `ranks`: an error in one is raised where the others wait. A nested call is a part of it.
-
-        Args:
-            about: properties that must be equal in all processes, in words by name.
-        """
+        """Wraps a call of all `ranks`: an error in one is raised where the others wait. A nested call is part of it."""
         with ledger.during(ledger.CHECKPOINT):
             if self.call is not None or jax.process_count() == 1:
                 yield

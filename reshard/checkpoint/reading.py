@@ -41,9 +41,7 @@ async def read_requests(
     """Reads parts of stored arrays.
 
     Args:
-        checkpoint: the checkpoint that has the arrays.
         wanted: requests, each with its leaf. If the dtype of a leaf is not known, its shape is not known either.
-        reads: counts the bytes read.
         in_flight_nbytes: the most bytes that are read at a time; None is no limit.
 
     Returns:
@@ -72,14 +70,7 @@ def key_dtype(extra: str | None) -> Any:
 
 
 class _Reader:
-    """Reads the parts of stored arrays that this process's devices want.
-
-    Args:
-        checkpoint: the checkpoint that has the arrays.
-        sums: the checksums of their boxes.
-        reads: counts the bytes read.
-        limit: bounds the bytes of reads in flight.
-    """
+    """Reads the parts of stored arrays that this process's devices want."""
 
     def __init__(self, checkpoint: Checkpoint, sums: checksums.Sums, reads: Reads, limit: ByteLimit):
         self._checkpoint, self._sums, self._reads, self._limit = checkpoint, sums, reads, limit

@@ -83,14 +83,10 @@ def _rank(dtype: DTypeLike) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A stored array, or a part of one, and where it goes.
-
-    Attributes:
-        shape: the shape of the part; for typed keys without the axes of the key data. None: the stored array's shape.
-    """
+    """A stored array, or a part of one, and where it goes."""
 
     name: str  # its name in messages
-    shape: Shape | None
+    shape: Shape | None  # of the part; for typed keys without the axes of the key data. None: the stored array's shape
     dtype: DTypeLike | None  # the dtype to cast to; None: as stored
     sharding: Any  # an `MpmdSharding`, a JAX sharding, or None for a numpy array
     index: Index = ()  # the part of the stored array, ints and slices of its leading axes; () is all of it
@@ -178,13 +174,7 @@ class LocalRequest:
             )
 
     def put(self, box: Box, wanted: Sequence[Box], data: np.ndarray, is_own: bool = True) -> None:
-        """Brings the data that has been read to the devices that want it.
-
-        Args:
-            box, wanted: the box that was read, and the boxes in it that are wanted.
-            data: what was read.
-            is_own: whether no other request gets it.
-        """
+        """Brings the data of a box to the devices that want boxes in it. `is_own`: no other request gets the data."""
         for key, part in self.boxes.items():
             place = in_storage(part, self.request.index)
             if place not in wanted:

@@ -105,9 +105,7 @@ class TensorFormat:
 
 def save_tensors(working: Working, tree: PyTree, how: TensorFormat, timeout_s: int, written: list[int]) -> None:
     """Writes the folder; every process calls it. When it returns, the folder is complete but not yet in place.
-
-    Args:
-        written: gets the number of bytes of each box of `tree` once it is in its file.
+    `written` gets the number of bytes of each box of `tree` once it is in its file.
     """
     beside = None if how.files_of is None else File(how.files_of).expanduser().absolute()
     if beside is not None and not beside.is_dir():

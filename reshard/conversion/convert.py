@@ -106,7 +106,6 @@ def plan_conversion(
         chunks: pairs of pattern and sizes; other arrays keep their chunks, a stack has one layer a chunk, and chunks
             larger than 64 MiB are cut.
         threshold: bytes of memory for array data; None takes as much as needed to read each chunk once.
-        zarr3: whether to write zarr version 3.
         tensors: makes a Hugging Face folder instead of an Orbax checkpoint.
 
     Raises:
@@ -193,7 +192,6 @@ def convert(
     """Carries out a plan; returns the statistics of the copying, without the reads of `verify`.
 
     Args:
-        conversion: from `plan_conversion`.
         verify: whether to check the source against the checksums that this library leaves, and to read source and
             target again and compare them before the target is put in place.
         progress: called before each batch of chunks.

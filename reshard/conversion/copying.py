@@ -97,7 +97,6 @@ def plan_copy(entries: Sequence[Entry], threshold: int | None) -> CopyPlan:
     """Lists the chunks to write, in the order in which the source chunks lie, and divides the memory.
 
     Args:
-        entries: the new tree.
         threshold: bytes of memory for the copy; None takes enough to read each source chunk once.
 
     Raises:
@@ -197,10 +196,8 @@ class Copier:
         await self._run("copying", batch)
 
     async def check_source(self) -> None:
-        """Compares the copied arrays with the checksums of the source, if this library has left any.
-
-        Raises:
-            ReshardError: a box does not have the values that were written; says which.
+        """Compares the copied arrays with the checksums of the source, if this library has left any. A ReshardError
+        says which box does not have the values that were written.
         """
         sums = await checksums.read(self.source.folder)
         leaves = {id(p.leaf): p.leaf for entry, _ in self.plan.chunks for p in entry.origins}.values()
@@ -217,11 +214,7 @@ class Copier:
                 )
 
     async def compare(self, written: Checkpoint) -> None:
-        """Compares the written arrays with the expected ones, bit by bit.
-
-        Raises:
-            ReshardError: they differ; says where.
-        """
+        """Compares the written arrays with the expected ones, bit by bit. A ReshardError says where they differ."""
         target = self._reader(written)
 
         async def batch(read: list[Written]) -> None:

@@ -77,21 +77,13 @@ class TargetLayout:
 
 
 def read_layout(file: str | File) -> TargetLayout:
-    """Reads a layout file.
-
-    Raises:
-        ReshardError: it cannot be read or is not a layout; lists every fault found.
-    """
+    """Reads a layout file. A ReshardError says that it cannot be read, or lists every fault found."""
     document = read_document(file, "a layout")
     return parse_layout(document, str(file))
 
 
 def parse_layout(document: object, name: str = "layout") -> TargetLayout:
-    """Makes a layout from the content of a layout file.
-
-    Raises:
-        ReshardError: lists every fault found.
-    """
+    """Makes a layout from the content of a layout file. A ReshardError lists every fault found."""
     faults: list[str] = []
     document = _mapping(document, "the layout", {"mesh", "rules"}, faults)
     where = _mapping(

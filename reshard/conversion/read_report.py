@@ -131,11 +131,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def plan_reading(checkpoint: Checkpoint, layout: TargetLayout) -> ReadPlan:
-    """Computes the reads of each process of a layout.
-
-    Raises:
-        ReshardError: a leaf has no rule, or its rule does not fit it; all such leaves are listed.
-    """
+    """Computes the reads of each process of a layout. A ReshardError lists all leaves that have no rule that fits."""
     processes: dict[int, ProcessReads] = {}
     for device in sorted(layout.mesh.devices.flat, key=lambda d: d.id):
         process = processes.setdefault(device.process_index, ProcessReads(device.process_index))

@@ -28,11 +28,7 @@ class AxesRule:
 
     @classmethod
     def parse(cls, text: str) -> "AxesRule":
-        """Reads `(heads dim) model -> model heads dim`.
-
-        Raises:
-            ValueError: the text does not have this form.
-        """
+        """Reads `(heads dim) model -> model heads dim`. Raises a ValueError if the text does not have this form."""
         left, arrow, right = text.partition("->")
         if not arrow:
             raise ValueError(f"{text!r} has no ->; write it like '(heads dim) model -> model heads dim'")
@@ -62,10 +58,8 @@ def _names(side: Named) -> set[str]:
 
 
 def sizes_of(side: Named, shape: Shape, known: Mapping[str, int]) -> dict[str, int]:
-    """Returns the size of each name, from the shape of the array and, for axes of several names, `known` sizes.
-
-    Raises:
-        ValueError: the array has other axes, or a size is missing or does not fit.
+    """Returns the size of each name, from the shape of the array and, for axes of several names, `known` sizes. Raises
+    a ValueError if the array has other axes, or a size is missing or does not fit.
     """
     if len(side) != len(shape):
         raise ValueError(f"it has {counted(len(shape), 'axis')}, not {len(side)}")

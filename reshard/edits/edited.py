@@ -66,7 +66,6 @@ class SourceReader:
     """A reader of the stored arrays that other arrays are made of; it opens each once.
 
     Args:
-        checkpoint, context, reads: as for `open_array`.
         slab_nbytes: the bytes of a larger part that are read at a time, or one chunk.
         limit: bounds the memory of reads in flight: `copies` times the bytes of the chunks that are read.
     """
@@ -86,11 +85,7 @@ class SourceReader:
         self._opened: dict[Path, StoredArray] = {}
 
     async def read(self, path: Path, box: Box) -> np.ndarray:
-        """Reads a box of an array.
-
-        Raises:
-            ReshardError: it cannot be opened or read.
-        """
+        """Reads a box of an array. Raises a ReshardError if it cannot be opened or read."""
         if path not in self._opened:
             self._opened[path] = await open_array(self._checkpoint, path, self._context, self._reads)
         try:

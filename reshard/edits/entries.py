@@ -137,10 +137,8 @@ class Origin:
         )
 
     def then(self, second: "Origin") -> Iterator["Origin"]:
-        """Composes this origin with a second one, which takes from this one's target.
-
-        Raises:
-            ValueError: an axis between them is made of different factors on the two sides.
+        """Composes this origin with a second one, which takes from this one's target. Raises a ValueError if an axis
+        between them is made of different factors on the two sides.
         """
         for after in second.taking(self.target):
             for before in self.within(after.source):
@@ -241,10 +239,8 @@ class Entry(Leaf):
         return cls(**fields, origins=(Origin.whole(leaf),))
 
     def through(self, seconds: Iterable[Origin]) -> list[Origin]:
-        """Composes this entry's origins with `seconds`, which take from this entry as if it were stored.
-
-        Raises:
-            ValueError: an axis is cut in two ways that do not fit.
+        """Composes this entry's origins with `seconds`, which take from this entry as if it were stored. Raises a
+        ValueError if an axis is cut in two ways that do not fit.
         """
         return [joined for second in seconds for first in self.parts(second.source) for joined in first.then(second)]
 

@@ -24,7 +24,6 @@ def imported(
     """Returns the change that makes the tensors of a folder the tree of a model.
 
     Args:
-        mapping: the mapping.
         config: the content of config.json, for the sizes that shapes do not determine.
         keep_apart: for each pattern of `mapping.stack`, whether its entries stay apart.
     """
@@ -87,11 +86,7 @@ class _Application:
     faults: list[str] = dataclasses.field(default_factory=list)
 
     def made(self) -> list[Entry]:
-        """Returns the new entries.
-
-        Raises:
-            ReshardError: lists what does not fit.
-        """
+        """Returns the new entries. A ReshardError lists what does not fit."""
         made = [entry for rule in self.mapping.rules for entry in self._of_rule(rule)]
         left = [e for name, e in self.entries.items() if name not in self.taken]
         self.faults += [f"no rule has the {self.given} {self._shown(e)}" for e in left]

@@ -53,23 +53,14 @@ class MappingRule:
 
 @dataclasses.dataclass(frozen=True)
 class Mapping:
-    """The content of a mapping file.
+    """The content of a mapping file."""
 
-    Attributes:
-        name: its name in messages.
-        rules: in order; the first rule that names a tensor or array takes it.
-        stack: nodes with numbered entries that are stacked, innermost first.
-        sizes: for each name, the entries of config.json that may say its size.
-        ignore: patterns of tensors that are left out.
-        architectures: the architectures in config.json that the mapping is for.
-    """
-
-    name: str
-    rules: tuple[MappingRule, ...]
-    stack: tuple[str, ...] = ()
-    sizes: Map[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    ignore: tuple[str, ...] = ()
-    architectures: tuple[str, ...] = ()
+    name: str  # in messages
+    rules: tuple[MappingRule, ...]  # in order; the first rule that names a tensor or array takes it
+    stack: tuple[str, ...] = ()  # nodes with numbered entries that are stacked, innermost first
+    sizes: Map[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # for each, where config.json may say it
+    ignore: tuple[str, ...] = ()  # patterns of tensors that are left out
+    architectures: tuple[str, ...] = ()  # the architectures in config.json that it is for
 
 
 def built_in() -> list[str]:
@@ -114,10 +105,8 @@ def _mapping_of_model(folder: File | None) -> Mapping:
 
 
 def config_of(folder: File | None) -> dict[str, object]:
-    """Returns the content of config.json, with the content of its `text_config`; empty if there is no file.
-
-    Raises:
-        ReshardError: the file cannot be read.
+    """Returns the content of config.json, with the content of its `text_config`; empty if there is no file. Raises a
+    ReshardError if the file cannot be read.
     """
     if folder is None or not (folder / CONFIG).exists():
         return {}
@@ -129,11 +118,7 @@ def config_of(folder: File | None) -> dict[str, object]:
 
 
 def parse_mapping(document: object, name: str) -> Mapping:
-    """Makes a mapping from the content of a file.
-
-    Raises:
-        ReshardError: lists the faults.
-    """
+    """Makes a mapping from the content of a file. A ReshardError lists the faults."""
     faults: list[str] = []
     if not isinstance(document, dict) or not isinstance(document.get("rules"), list):
         raise ReshardError(f"{name} is not a mapping: it has no list of rules.")

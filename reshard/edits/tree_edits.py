@@ -241,10 +241,8 @@ def rechunk(pattern: str, chunk: Sequence[int]) -> Change:
 
 
 def checked_paths(entries: Entries) -> tuple[list[Entry], list[str]]:
-    """Checks that the paths make a tree. Lists that have lost items become dicts, with a note for each.
-
-    Raises:
-        ReshardError: two leaves have the same path, a leaf lies where others need a node, or a name is none.
+    """Checks that the paths make a tree. Lists that have lost items become dicts, with a note for each. Raises a
+    ReshardError if two leaves have the same path, a leaf lies where others need a node, or a name is none.
     """
     if not entries:
         raise ReshardError("nothing is left: the changes drop the whole tree.")

@@ -201,9 +201,7 @@ def plan(
 
 def as_jax_would(x: Any) -> Any:
     """Converts host values to arrays of the dtype that they will have on devices (float64 is float32 unless enabled).
-
-    Raises:
-        ReshardError: an int does not fit.
+    Raises a ReshardError if an int does not fit.
     """
     if not isinstance(x, (np.ndarray, np.generic, bool, int, float, complex)):
         return x
@@ -222,11 +220,7 @@ def place_of(x: Described) -> Placement:
 def describe(
     paths: Sequence[str], avals: Sequence[Described], sources: Sequence[Placement], targets: Sequence[Placement]
 ) -> list[MovedLeaf]:
-    """Returns descriptions of the arrays for the planner.
-
-    Raises:
-        ReshardError: names every array that does not fit its sharding.
-    """
+    """Describes the arrays for the planner. A ReshardError names every array that does not fit its sharding."""
     leaves: list[MovedLeaf] = []
     faults: list[str] = []
     for path, aval, source, target in zip(paths, avals, sources, targets, strict=True):

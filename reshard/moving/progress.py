@@ -41,18 +41,12 @@ ProgressCallback = Callable[[Progress], None]
 
 
 class Meter:
-    """Counts the bytes that are moved and reports the progress to the caller.
-
-    Attributes:
-        stats: the counts.
-        arrays_done: how many arrays are complete.
-        bytes_done: how many bytes have been moved or copied.
-    """
+    """Counts the bytes that are moved and reports the progress to the caller."""
 
     def __init__(self, plan: ReshardPlan, callback: ProgressCallback | None):
         self.stats = Stats(num_rounds=len(plan.rounds))
-        self.arrays_done = 0
-        self.bytes_done = 0
+        self.arrays_done = 0  # how many arrays are complete
+        self.bytes_done = 0  # how many bytes have been moved or copied
         self._plan = plan
         self._callback = callback
         kept = sum(a.route.target.boxes[t].size * a.unit_bytes for a in plan.arrays for _, t in a.route.kept)

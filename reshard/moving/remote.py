@@ -55,7 +55,6 @@ class WireCarrier:
           end: the receiving rank, and where the target shard is.
           source: returns the source shard and the box of it to send; called on the sender.
           sink: returns the target shard and the box of it to fill; called on the receiver.
-          dtype: the dtype of the array.
 
         Returns:
           The bytes of working memory on the sender and on the receiver, as far as they are here.

@@ -104,11 +104,7 @@ def unit_shape(shape: Shape, *all_cuts: Shape | None) -> Shape:
 
 @functools.lru_cache(maxsize=4096)
 def layout(sharding: Placement, shape: Shape) -> Layout:
-    """Returns the shards of an array of this shape under a sharding of any kind.
-
-    Raises:
-        ValueError: the sharding does not fit the shape.
-    """
+    """Returns the shards of an array of this shape under any sharding. Raises a ValueError if it does not fit."""
     if isinstance(sharding, HostMemory):
         by_part, memory_kind = {0: {sharding: Box.whole(shape)}}, None
     elif isinstance(sharding, EveryHost):

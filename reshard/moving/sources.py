@@ -19,21 +19,15 @@ from reshard.places import Place, is_local
 
 
 class Movement(NamedTuple):
-    """A piece of an array, or a chunk of one, on its way from one shard to another.
+    """A piece of an array, or a chunk of one, on its way from one shard to another."""
 
-    Attributes:
-        sender, receiver, hop: as in `Route`.
-        from_device, to_device: where these shards are.
-        box, into: the box of the sent shard, and the box of the shard that it goes to, in elements of the array.
-    """
-
-    sender: int
+    sender: int  # as in `Route`, like `receiver` and `hop`
     receiver: int
     hop: int
-    from_device: Place
-    to_device: Place
-    box: Box
-    into: Box
+    from_device: Place  # where the sender shard is
+    to_device: Place  # where the receiver shard is
+    box: Box  # the box of the sent shard, in elements of the array
+    into: Box  # the box of the shard that it goes to, likewise
     nbytes: int  # its bytes
 
 
@@ -56,29 +50,18 @@ def _way_of(route: Route, scale: tuple[int, ...], itemsize: int, piece: int, box
 
 
 class MovingArray:
-    """One array on its way.
-
-    Attributes:
-        planned: its description and its route.
-        source: where it comes from.
-        shards: the single-device arrays of the source; None for freed ones and for ones of other processes.
-        sinks: the target shards that are being filled.
-        parts: the target shards that are complete.
-        left: the number of pieces that have not left yet.
-        kept: for each target shard that stays in place, its source shard.
-        stays: these source shards.
-    """
+    """One array on its way."""
 
     def __init__(self, planned: PlannedArray, source: Shard, ways: Callable[..., list[Movement]]):
         self.planned = planned
         self._ways = ways
         self.source = source
-        self.shards = _shards(source, planned)
-        self.sinks: dict[int, Sink] = {}
-        self.parts: dict[int, Shard] = {}
-        self.left = 0
-        self.kept = {t: s for s, t in planned.route.kept}
-        self.stays = set(self.kept.values())
+        self.shards = _shards(source, planned)  # single-device arrays; None for freed ones and those of other processes
+        self.sinks: dict[int, Sink] = {}  # the target shards that are being filled
+        self.parts: dict[int, Shard] = {}  # the target shards that are complete
+        self.left = 0  # the number of pieces that have not left yet
+        self.kept = {t: s for s, t in planned.route.kept}  # for each target shard that stays in place, its source shard
+        self.stays = set(self.kept.values())  # these source shards
 
     @property
     def name(self) -> str:

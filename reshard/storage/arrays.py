@@ -30,11 +30,7 @@ class StoredArray(Protocol):
     def chunk(self) -> tuple[int, ...]: ...
 
     async def read(self, box: Box) -> np.ndarray:
-        """Reads the values of a box.
-
-        Raises:
-            ValueError, OSError: they cannot be read.
-        """
+        """Reads the values of a box. Raises a ValueError or an OSError if they cannot be read."""
         ...
 
 
@@ -88,15 +84,11 @@ def _joinable(a: Box, b: Box, chunk_shape: tuple[int, ...]) -> bool:
 
 
 class ByteLimit:
-    """A limit on the bytes held at once (None: no limit). Others wait their turn; more than the limit goes alone.
-
-    Attributes:
-        peak: the most that were held.
-    """
+    """A limit on the bytes held at once (None: no limit). Others wait their turn; more than the limit goes alone."""
 
     def __init__(self, nbytes: int | None = None) -> None:
         self.nbytes = nbytes
-        self.peak = self._held = 0
+        self.peak = self._held = 0  # the most that were held; what is held now
         self._changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager

@@ -20,14 +20,7 @@ def _largest(dtype: np.dtype) -> float | None:
 
 
 def copy_cast(data: np.ndarray, view: np.ndarray, name: str | Callable[[], str]) -> None:
-    """Copies values into a view, cast to its dtype.
-
-    Args:
-        name: the name of the array, or a function that returns it.
-
-    Raises:
-        ReshardError: finite values do not fit that dtype.
-    """
+    """Copies values into a view, cast to its dtype. Raises a ReshardError, with `name`, if finite values do not fit."""
     if data.dtype == view.dtype:
         view[...] = data
         return

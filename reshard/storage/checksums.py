@@ -47,10 +47,8 @@ async def write(folder: File, process: int, parts: Iterable[tuple[str, Iterable[
 
 
 async def read(folder: File) -> Sums:
-    """Reads the sums of all processes, by the names of the arrays; empty for a checkpoint without them.
-
-    Raises:
-        ReshardError: a file of sums is damaged; names it.
+    """Reads the sums of all processes, by the names of the arrays; empty for a checkpoint without them. A ReshardError
+    names a damaged file of sums.
     """
 
     def load() -> Sums:

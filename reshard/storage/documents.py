@@ -16,7 +16,6 @@ def read_document(file: str | File, what: str) -> object:
     """Returns the content of a file: as JSON if its name says so, otherwise as YAML.
 
     Args:
-        file: the file.
         what: the expected content, for messages: "a layout".
 
     Raises:

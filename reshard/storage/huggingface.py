@@ -35,11 +35,7 @@ _MOST_FILES = 100_000
 
 @dataclasses.dataclass(frozen=True)
 class TensorFolder(Checkpoint):
-    """The tensors of a folder, or of one file.
-
-    Attributes:
-        tensors: by path, the file of a tensor and its place there.
-    """
+    """The tensors of a folder, or of one file; `tensors` has, by path, the file of a tensor and its place there."""
 
     tensors: Mapping[Path, tuple[File, Tensor]] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -97,11 +93,7 @@ def is_folder(path: File) -> bool:
 
 
 def open_folder(path: File) -> TensorFolder:
-    """Opens a folder, or one safetensors file. Reads only headers.
-
-    Raises:
-        ReshardError: something is missing or damaged, in one line.
-    """
+    """Opens a folder, or one safetensors file. Reads only headers. A ReshardError in one line says what is wrong."""
     folder = path if path.is_dir() else path.parent
     files = _files(path)
     tensors: dict[Path, tuple[File, Tensor]] = {}

@@ -14,9 +14,7 @@ _NUM_PLACES, _PLACE_NBYTES = 256, 256
 
 def identity(checkpoint: Checkpoint, leaves: Iterable[tuple[str, ...]]) -> int:
     """Returns a number for the stored content. Cheap: reads checksums, the index of the store, or samples of the files.
-
-    Args:
-        leaves: the keys of each wanted leaf; checksums of other leaves do not count.
+    `leaves` are the keys of each wanted leaf; checksums of other leaves do not count.
     """
     if not isinstance(checkpoint, TensorFolder):
         sums, names = event_loops.run(checksums.read(checkpoint.folder)), sorted(set(map(".".join, leaves)))

@@ -43,11 +43,7 @@ def parts_of(text: str) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Returns the regular expression of a pattern.
-
-    Raises:
-        ValueError: the pattern is empty, has an empty part, or `{layer}` twice.
-    """
+    """Returns a pattern's regular expression. Raises a ValueError if it or a part is empty, or has `{layer}` twice."""
     parts = pattern.split("/")
     if not all(parts):
         raise ValueError(f"pattern {pattern!r} has an empty part; write it like 'params/layers/**'.")

@@ -151,10 +151,8 @@ def _runs(box: Box, shape: Sequence[int], itemsize: int) -> tuple[np.ndarray, in
 
 
 def read_box(file: File, tensor: Tensor, box: Box) -> np.ndarray:
-    """Reads the values of a box of a tensor: its bytes and no others.
-
-    Raises:
-        OSError: they cannot be read, or the file has become shorter.
+    """Reads the values of a box of a tensor: its bytes and no others. Raises an OSError if they cannot be read, or the
+    file has become shorter.
     """
     data = aligned_empty(box.shape, tensor.dtype)
     if not box.size:
@@ -171,11 +169,7 @@ def read_box(file: File, tensor: Tensor, box: Box) -> np.ndarray:
 
 
 def write_box(descriptor: int, tensor: Tensor, box: Box, data: np.ndarray) -> None:
-    """Writes the values of a box of a tensor into a file that is open for writing.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Writes the values of a box of a tensor into a file that is open for writing. Raises an OSError if that fails."""
     if not box.size:
         return
     view = bytes_of(data).data

@@ -159,11 +159,7 @@ class Checkpoint:
         return ZarrArray(opened, show(path), reads)
 
     def text(self, path: Path) -> str:
-        """Returns the value of a leaf that is text.
-
-        Raises:
-            ReshardError: it cannot be read.
-        """
+        """Returns the value of a leaf that is text. Raises a ReshardError if it cannot be read."""
         try:
             return self._texts[dotted(path)]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -188,10 +184,8 @@ def check_target(what: str, folder: File) -> None:
 
 
 def absolute(path: str | os.PathLike[str]) -> File:
-    """Returns a folder's path: absolute, unless it is in an object store (`gs://…`); its methods are the same.
-
-    Raises:
-        ReshardError: no file can have this path.
+    """Returns a folder's path: absolute, unless it is in an object store (`gs://…`); its methods are the same. Raises a
+    ReshardError if no file can have this path.
     """
     try:
         found = epath.Path(path) if "://" in str(path) else File(path).expanduser().absolute()
@@ -204,10 +198,8 @@ def absolute(path: str | os.PathLike[str]) -> File:
 def open_tree(
     folder: File, item: str | None = None, step: int | None = None, others: tuple[str, ...] = ()
 ) -> Checkpoint:
-    """Opens the tree with its metadata in this folder: all leaves with their headers, no values.
-
-    Raises:
-        ReshardError: the metadata or a header cannot be read.
+    """Opens the tree with its metadata in this folder: all leaves with their headers, no values. Raises a ReshardError
+    if the metadata or a header cannot be read.
     """
     file = folder / METADATA
     _check_files(folder)
@@ -232,9 +224,7 @@ def open_tree(
 
 def value_types(folder: File) -> dict[tuple[str, ...], str]:
     """Returns the names of a tree's leaves, without empty containers, and the types that Orbax has written for them.
-
-    Raises:
-        ReshardError: the metadata cannot be read.
+    Raises a ReshardError if the metadata cannot be read.
     """
     file = folder / METADATA
     try:
@@ -301,11 +291,7 @@ def reading_context(cache_nbytes: int, index_nbytes: int = _INDEX_NBYTES) -> ts.
 async def open_array(
     checkpoint: Checkpoint, path: Path, context: ts.Context, reads: Reads | None = None
 ) -> StoredArray:
-    """Opens an array to read it.
-
-    Raises:
-        ReshardError: it cannot be opened.
-    """
+    """Opens an array to read it. Raises a ReshardError if it cannot be opened."""
     try:
         return await checkpoint.array(path, context, reads or Reads())
     except (ValueError, OSError) as error:

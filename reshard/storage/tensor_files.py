@@ -32,13 +32,9 @@ Described = tuple[str, np.dtype, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class TensorTarget:
-    """The options of a new folder.
+    """The options of a new folder."""
 
-    Attributes:
-        beside: a folder to copy other files from, such as config.json; tensors are divided among files as there.
-    """
-
-    beside: File | None = None
+    beside: File | None = None  # has other files to copy, such as config.json; tensors are divided among files as there
     file_nbytes: int = FILE_NBYTES  # the largest size of a file
 
 
@@ -50,11 +46,7 @@ class TensorFiles:
     beside: File | None = None
 
     def finish(self, folder: File) -> None:
-        """Completes the folder: adds the other files of `beside`, then the index.
-
-        Raises:
-            OSError: something cannot be written.
-        """
+        """Completes the folder: adds the other files of `beside`, then the index. Raises an OSError if that fails."""
         if self.beside is not None:
             for file in self.beside.iterdir():  # configuration, tokenizer, licence
                 if file.is_file() and not _WEIGHTS.fullmatch(file.name):
@@ -107,11 +99,7 @@ class TensorWriter:
 
 
 def plan_folder(arrays: Iterable[Leaf], target: TensorTarget) -> TensorFiles:
-    """Divides the tensors that arrays become among files.
-
-    Raises:
-        ReshardError: some arrays cannot be tensors; lists them.
-    """
+    """Divides the tensors that arrays become among files. A ReshardError lists the arrays that cannot be tensors."""
     faults, found = [], dict[str, Described]()
     for leaf in arrays:
         name, dtype = dotted(leaf.path), leaf.dtype
@@ -141,7 +129,6 @@ def plan_files(
     """Divides tensors among files.
 
     Args:
-        tensors: name, dtype and shape of each.
         file_nbytes: the most bytes of tensors in a file, unless it has only one tensor.
         like: the file of each tensor in another folder; it is followed if that folder has the same tensors.
     """
@@ -166,11 +153,7 @@ def plan_files(
 
 
 def file_of_each_tensor(folder: File) -> dict[str, str] | None:
-    """Returns the file of each tensor of a folder; None if the folder has no tensors.
-
-    Raises:
-        ReshardError: the folder is damaged.
-    """
+    """Returns each tensor's file in a folder; None if it has no tensors. Raises a ReshardError if it is damaged."""
     if not is_folder(folder):
         return None
     return {tensor.name: file.name for file, tensor in open_folder(folder).tensors.values()}

@@ -11,12 +11,7 @@ from pathlib import Path as File
 
 
 class UnfinishedFolder:
-    """A folder of one writer, or of the processes of one job.
-
-    Attributes:
-        target: the final path.
-        folder: the path while it is written: next to the target, with `suffix`.
-    """
+    """A folder of one writer, or of one job's processes: next to `target`, with `suffix`, until it is renamed."""
 
     def __init__(self, target: File, suffix: str):
         self.target, self.folder = target, target.parent / f"{target.name}{suffix}"

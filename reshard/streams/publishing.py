@@ -136,11 +136,7 @@ def subscribe(address: str, like: PyTree, shardings: PyTree, *, token: str) -> S
 
 
 def _checked(address: object, token: object, name: str) -> tuple[str, int]:
-    """Returns host and port of an address.
-
-    Raises:
-        ReshardError: the address names no interface, or there is no token.
-    """
+    """Returns host and port of an address. Raises a ReshardError if it names no interface, or there is no token."""
     if not isinstance(token, str) or not token:
         raise ReshardError(
             f"{name}: there is no token: give a secret that both sides know, as secrets.token_hex(16) makes it."

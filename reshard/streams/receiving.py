@@ -60,7 +60,6 @@ class _ReceivePlan:
         descriptions: one from each sender.
         near: this process's number as a sender, and the boxes that lie here; None if it sends nothing.
         places: where the tensors go, a pytree or a prefix of one.
-        names: as in `stream`.
         part_nbytes: the bytes that are read at once.
     """
 
@@ -102,9 +101,7 @@ class _ReceivePlan:
 
     def _holders(self, leaf: int, box: Box) -> list[tuple[int, Box]]:
         """Divides a box among senders: this process for the part that lies here, then the others, each byte once.
-
-        Raises:
-            ReshardError: there is a part that none of them sends.
+        Raises a ReshardError if there is a part that none of them sends.
         """
         rest, found = [box], []
         near = [] if self._near is None else [(self._near[0], b) for b in self._near[1].get(leaf, ())]

@@ -27,13 +27,9 @@ def identity(leaves: Sequence[KeptLeaf]) -> dict[str, tuple[KeptLeaf, Origins]]:
 
 
 def renamed(leaves: Sequence[KeptLeaf], names: Names) -> dict[str, tuple[KeptLeaf, Origins]]:
-    """Returns the tensors that a mapping makes from the sent ones, in the direction that fits.
-
-    Args:
-        names: a mapping file as for checkpoints, by name or path, or its content.
-
-    Raises:
-        ReshardError: it is not a mapping, or fits in neither direction.
+    """Returns the tensors that a mapping makes from the sent ones, in the direction that fits. `names` is a mapping
+    file as for checkpoints, by name or path, or its content. Raises a ReshardError if it is not a mapping, or fits in
+    neither direction.
     """
     from reshard.edits.entries import Entry, Origin
     from reshard.edits.mapped import exported, imported

@@ -35,20 +35,15 @@ _FAULT = (1 << 64) - 1  # instead of a part's size: a text follows, with its len
 
 
 class SentPart(NamedTuple):
-    """The unit of a read, and where it goes.
-
-    Attributes:
-        leaf, box, dtype: the tensor, the box of it, and the dtype that it is cast to.
-        target, wanted, into: the received tensor, the box of it that is filled, and the place in that box.
-    """
+    """The unit of a read, and where it goes."""
 
     sender: int  # the sender's number
-    leaf: int
-    box: Box
-    dtype: np.dtype
-    target: int
-    wanted: Box
-    into: Box
+    leaf: int  # the tensor
+    box: Box  # the box of it
+    dtype: np.dtype  # the dtype that it is cast to
+    target: int  # the received tensor
+    wanted: Box  # the box of it that is filled
+    into: Box  # the place in that box
     origin: Any  # how the axes change, if they do
 
     def put(self, data: np.ndarray, view: np.ndarray) -> None:
@@ -57,18 +52,12 @@ class SentPart(NamedTuple):
 
 
 class ShelfServer:
-    """A server of shelves by their names.
-
-    Attributes:
-        token: a secret; receivers that do not know it are refused.
-        address: the `host:port` where it listens.
-        bytes_sent: bytes of tensors sent to other processes.
-    """
+    """A server of shelves by their names."""
 
     def __init__(self, host: str, port: int, token: str):
-        self.token, self._run = token, secrets.token_hex(8)
+        self.token, self._run = token, secrets.token_hex(8)  # receivers that do not know the token are refused
         self._shelves: dict[str, tuple[Shelf, Sequence[str]]] = {}
-        self.bytes_sent, self._is_closed = 0, False
+        self.bytes_sent, self._is_closed = 0, False  # of tensors, to other processes
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=1024)
         found = self._listener.getsockname()
@@ -167,17 +156,13 @@ def _checksum(data: np.ndarray, begun: int) -> int:
 
 
 class NearShelf:
-    """A shelf of this process, as a receiver sees it.
-
-    Attributes:
-        held: the version that it holds.
-    """
+    """A shelf of this process, as a receiver sees it."""
 
     run, bytes_received = "", 0
 
     def __init__(self, shelf: Shelf):
         self._shelf = shelf
-        self.held: Shelved | None = None
+        self.held: Shelved | None = None  # the version that it holds
 
     def versions(self, after: int, wait_s: float) -> list[int]:
         return self._shelf.versions(after, wait_s)
@@ -210,12 +195,6 @@ class FarShelf:
     Args:
         address: `host:port` of the process's `ShelfServer`.
         name: the shelf's name; None for the only one.
-
-    Attributes:
-        run: changes when the process is restarted.
-        name: the shelf's name.
-        peers: the servers that together have the versions; empty if this one has them whole.
-        bytes_received: bytes of received tensors.
     """
 
     def __init__(self, address: str, name: str | None, token: str):
@@ -233,19 +212,15 @@ class FarShelf:
                 names = " and ".join(hello["names"])
                 ask = f"{names} is published there; ask for one of them, as {address}/NAME"
                 raise OSError(ask if names else "nothing is published there yet")
-            self.run, self.name = hello["run"], name or hello["names"][0]
+            self.run, self.name = hello["run"], name or hello["names"][0]  # `run` changes when the process is restarted
             keeper.send(self._socket, {"name": self.name})
-            self.peers: list[str] = keeper.answer(self._socket)["peers"]
+            self.peers: list[str] = keeper.answer(self._socket)["peers"]  # empty if this one has the versions whole
         except BaseException:
             self._socket.close()
             raise
 
     def versions(self, after: int, wait_s: float) -> list[int]:
-        """Returns the versions after `after`; waits up to `wait_s` for one.
-
-        Raises:
-            ReshardError: no further version will come.
-        """
+        """Returns the versions after `after`; waits up to `wait_s` for one. Raises a ReshardError if none will come."""
         found = keeper.ask(self._socket, "versions", after=after, wait_s=wait_s)
         if "closed" in found:
             raise ReshardError(found["closed"])
@@ -258,11 +233,7 @@ class FarShelf:
         return description
 
     def read(self, parts: Sequence[tuple[SentPart, np.ndarray]]) -> None:
-        """Reads parts of the held version into their places.
-
-        Raises:
-            ReshardError: values do not fit the dtype that was asked for.
-        """
+        """Reads parts of the held version into their places. Raises a ReshardError if values do not fit the dtype."""
         asked = [(part.leaf, part.box.start, part.box.stop, part.dtype.name) for part, _ in parts]
         keeper.send(self._socket, {"ask": "read", "parts": asked})
         for part, view in parts:

@@ -14,22 +14,14 @@ from reshard.storage.casts import copy_cast
 
 
 class Shelved(NamedTuple):
-    """One process's part of one version.
-
-    Attributes:
-        values: for each tensor, the boxes that lie here, and an array in the memory of the host for each.
-    """
+    """One process's part of one version."""
 
     version: int  # its number
     description: str  # the tree, its tensors and the boxes that this process sends to others, as JSON
-    values: dict[int, list[tuple[Box, object]]]
+    values: dict[int, list[tuple[Box, object]]]  # per tensor: the boxes that lie here, each with its host array
 
     def read(self, leaf: int, box: Box, dtype: np.dtype) -> np.ndarray:
-        """Returns the values of a box in one piece of memory, cast to a dtype.
-
-        Raises:
-            ReshardError: some values are too large for it.
-        """
+        """Returns a box's values in one piece of memory, cast to a dtype. Raises a ReshardError for too large ones."""
         held, value = next((held, value) for held, value in self.values.get(leaf, ()) if box in held)
         part = np.asarray(np.asarray(value)[box.relative_to(held).slices])
         if part.dtype == dtype:
@@ -62,11 +54,7 @@ class Shelf:
             self._drop()
 
     def versions(self, after: int, wait_s: float) -> list[int]:
-        """Returns the versions after `after`; waits up to `wait_s` for one.
-
-        Raises:
-            ReshardError: no further version will come.
-        """
+        """Returns the versions after `after`; waits up to `wait_s` for one. Raises a ReshardError if none will come."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or any(v > after for v in self._versions), wait_s)
             if found := [v for v in self._versions if v > after]:

@@ -64,10 +64,8 @@ class Stream(Subscription):
             yield FarShelf(*self._doors[source]) if sender is None else NearShelf(sender.shelf)
 
     def _agreed(self, job: Job, ranks: list[int], given: tuple[object, ...]) -> dict[int, tuple[str, str, str]]:
-        """Returns address, name and token of each sender's shelf; checks that all processes were given the same.
-
-        Raises:
-            ReshardError: they were given different shardings or names.
+        """Returns address, name and token of each sender's shelf. Raises a ReshardError if processes were given
+        different shardings or names.
         """
         told = jax.tree.map(str, given, is_leaf=is_place)
         digest = zlib.crc32(repr(told).encode())
@@ -120,11 +118,7 @@ class Stream(Subscription):
 
 
 def _plain(shardings: PyTree, name: str) -> tuple[PyTree, tuple[int, ...]]:
-    """Returns the shardings without dtypes, and the processes of their devices.
-
-    Raises:
-        ReshardError: some are not shardings.
-    """
+    """Returns the shardings without dtypes, and their devices' processes. Raises a ReshardError for other values."""
     leaves, treedef = jax.tree.flatten(shardings, is_leaf=is_place)
     plain = [leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
     for leaf in plain:
