@@ -206,7 +206,7 @@ class Jitted:
             return step._run(leaves)
         call = self._read(args, kwargs)
         for compiled in self._cache.get(call.key, ()):
-            if compiled._fits(call.leaves):
+            if compiled._fits(call.leaves, call.wishes):
                 return compiled._run(call.leaves)
         with joining.compiling(), without_collection():
             traced = self._trace(call)
@@ -220,7 +220,7 @@ class Jitted:
     ) -> tuple[BucketedStep, Sequence[ArrayLike]]:
         """Returns the step that runs these lists, and its arguments."""
         steps, ordinary, call = buckets
-        step = next((step for step in steps if step.fits(call.leaves)), None)
+        step = next((step for step in steps if step.fits(call)), None)
         if step is None:
             check_is_outside()
             steps.append(step := Buckets(ordinary))
@@ -357,7 +357,8 @@ class Jitted:
     def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Returns the shapes and dtypes of the result; compiles nothing."""
         traced = self.trace(*args, **kwargs)._trace
-        out = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in traced.jaxpr.outvars]
+        avals = [v.aval for v in traced.jaxpr.outvars]
+        out = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
         return jax.tree.unflatten(traced.out_tree, out)
 
     def _without_static(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, Fixed]:
@@ -387,7 +388,8 @@ class Jitted:
             names = argument_names(self._fun, CallArguments(len(args), fixed, leaves, tree, (), None))
             check_leaves(leaves, names)
             raise fault_with_name(fault, leaves, names) from None
-        return CallArguments(len(args), fixed, leaves, tree, types, (tree, fixed, types, compat.trace_context()))
+        key = tree, fixed, types, compat.trace_context()
+        return CallArguments(len(args), fixed, leaves, tree, types, key, wishes)
 
     def _wishes(self, tree: TreeDef, fixed: Fixed, num_args: int) -> list[object]:
         """Returns the user's sharding of each leaf, or None."""
@@ -406,8 +408,7 @@ class Jitted:
         """Traces the step for such arguments; `given` are layouts of some, which replace their current layouts."""
         names = argument_names(self._fun, call)
         check_leaves(call.leaves, names)
-        wishes = self._wishes(call.tree, call.fixed, call.num_args)
-        hints = [hint_of(w, x, self._mesh, n) for w, x, n in zip(wishes, call.leaves, names, strict=True)]
+        hints = [hint_of(w, x, self._mesh, n) for w, x, n in zip(call.wishes, call.leaves, names, strict=True)]
         hints = [(given or {}).get(i, hint) for i, hint in enumerate(hints)]
         lowering = self._mesh.groups[0]
         avals = [

@@ -11,6 +11,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
 import jax
 import numpy as np
@@ -156,9 +157,9 @@ class Buckets:
         self._step: BucketedStep | None = None
         self._lock = threading.RLock()
 
-    def fits(self, leaves: Sequence[ArrayLike]) -> bool:
-        """Returns whether it can be called with these arrays, the arguments without the microbatches."""
-        return self._step is None or self._step.fits_apart(leaves)
+    def fits(self, call: CallArguments) -> bool:
+        """Returns whether it can be called with these arguments, which are without the microbatches."""
+        return self._step is None or self._step.fits_apart(call.leaves, call.wishes)
 
     def prepared(
         self, leaves: Sequence[ArrayLike], xs: Sequence[MicrobatchList]
@@ -256,11 +257,11 @@ class BucketedStep(Compiled):
         self._executors.clear()
         return len(self._buckets) - 1
 
-    def fits_apart(self, leaves: Sequence[ArrayLike]) -> bool:
+    def fits_apart(self, leaves: Sequence[ArrayLike], wishes: Sequence[object]) -> bool:
         """Returns whether it can be called with these other arguments, whatever the microbatches are."""
-        return self._first.fit(self._with_places(leaves))
+        return self._first.fit(self._with_places(leaves), self._with_places(wishes))
 
-    def _with_places(self, leaves: Sequence[ArrayLike]) -> list[ArrayLike]:
+    def _with_places(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns the arguments, with placeholders for the arrays of one microbatch."""
         rest = iter(leaves)
         return [_NOTHING if i in self._positions else next(rest) for i in range(self.in_tree.num_leaves)]

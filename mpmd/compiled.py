@@ -330,9 +330,9 @@ class Compiled:
             return self, self._inputs.checked(args, kwargs)
         return self._for_call(args, kwargs)
 
-    def _fits(self, leaves: Sequence[ArrayLike]) -> bool:
-        """Returns whether it can be called with these arrays."""
-        return self._inputs.fit(leaves)
+    def _fits(self, leaves: Sequence[ArrayLike], wishes: Sequence[object]) -> bool:
+        """Returns whether it can be called with these arrays, of which some have a sharding of the user's."""
+        return self._inputs.fit(leaves, wishes)
 
     def _reads(self, argument: int, hint: Hint) -> bool:
         """Returns whether it reads an argument in the layout of `hint`."""

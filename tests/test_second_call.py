@@ -242,6 +242,35 @@ def test_the_state_of_one_step_evaluates_and_trains_in_others():
 
 
 @pytest.mark.slow
+def test_where_the_user_says_to_what_place_an_argument_goes_all_calls_are_of_one_program():
+    mesh = _mesh("auto")
+    (x,) = mpmd.jit(lambda x: (x * 2,), mpmd_mesh=mesh, out_shardings=mpmd.MpmdSharding(mesh, 2))(np.arange(4.0))
+    traced = []
+    for wish in mpmd.MpmdSharding(mesh, 1), P():
+
+        def double(x):
+            traced.append(wish)
+            return x * 2
+
+        step = mpmd.jit(double, mpmd_mesh=mesh, in_shardings=wish)
+        for _ in range(4):
+            np.testing.assert_array_equal(step(x), 2 * x)
+        assert [len(found) for found in step._cache.values()] == [1]
+    assert len(traced) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")  # by jit
+def test_arrays_of_64_bits_from_elsewhere_are_taken_as_jit_takes_them():
+    mesh = _mesh("auto")
+    step, plain = mpmd.jit(lambda x: x * 2, mpmd_mesh=mesh), jax.jit(lambda x: x * 2)
+    with jax.enable_x64(True):
+        values = [jnp.arange(3.0) / 3, jnp.asarray(3), jnp.asarray([1, 2])]
+        wide = [step(x) for x in values]
+    for x, of_step in zip(values, wide, strict=True):
+        assert_same(host(step(x)), host(plain(x)), 0)
+        assert_same(host(step(of_step)), host(plain(plain(x))), 1e-6)
+
+
 def test_a_state_moves_between_pipelines_of_different_schedules():
     """Loop placement and chain placement put stages in different groups; the state of one enters the other."""
     program = BY_NAME["residual_mlp"]

@@ -57,11 +57,17 @@ def register_array_type(
             raise ValueError(mismatch(argument.of, first.da, second.da)) from None
         return typed_as(argument.of, argument.sharding)
 
+    def flattened(x: A) -> tuple[tuple[jax.Array | Argument], None]:
+        try:
+            return (read(x),), None  # a function may return its argument as it is
+        except RuntimeError:  # its values are elsewhere, or gone; the type may be all that is wanted
+            return (Argument(x),), None
+
     core.pytype_aval_mappings[cls] = lambda x: typed_as(x, sharding(x))
     dtypes.register_canonicalize_value_handler(cls, read)
     core.pytype_aval_mappings[Argument] = aval
     dtypes.register_canonicalize_value_handler(Argument, lambda argument: read(argument.of))
-    tree_util.tracing_registry.register_node(cls, lambda x: ((Argument(x),), None), lambda _, leaves: leaves[0])
+    tree_util.tracing_registry.register_node(cls, flattened, lambda _, leaves: leaves[0])
     tree_util.dispatch_registry.register_node(cls, lambda x: ((read(x),), None), lambda _, leaves: leaves[0])
 
 

@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 # The held array answers these. The holder answers questions about the place of the array.
 _METHODS = """
 T __array_namespace__ __dlpack__ __dlpack_device__ all any argmax argmin argpartition argsort astype at byteswap
-choose clip compress conj conjugate copy_to_host_async cumprod cumsum diagonal dot flat flatten is_ready item mT max
-mean min nonzero on_device_size_in_bytes prod ptp ravel real repeat reshape round searchsorted sort squeeze std sum
-swapaxes take to_device tobytes tolist trace transpose unsafe_buffer_pointer var view
+choose clip compress conj conjugate copy_to_host_async cumprod cumsum diagonal dot flat flatten format is_ready item mT
+max mean min nonzero on_device_size_in_bytes platform prod ptp ravel real repeat reshape round searchsorted sort squeeze
+std sum swapaxes take to_device tobytes tolist trace traceback transpose unsafe_buffer_pointer var view
 """
 _BETWEEN = """
 add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow matmul rmatmul
@@ -92,7 +92,7 @@ class ReadableArray(jax.Array):
         return item in self._readable()  # pyright: ignore[reportOperatorIssue]
 
     def __round__(self, ndigits: int | None = None) -> jax.Array:
-        return self._readable().round(ndigits or 0)
+        return self._readable().__round__(ndigits)
 
     def __format__(self, spec: str) -> str:
         return format(self._host_readable(), spec) if spec else str(self)

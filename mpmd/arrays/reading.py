@@ -36,7 +36,9 @@ def _is_readable(array: jax.Array) -> bool:
 
 def as_weak(x: jax.Array) -> jax.Array:
     """Returns the array with a weak type, on the same devices."""
-    return _weakly(x.shape, x.dtype, x.sharding if x.committed else None)(x)  # pyright: ignore[reportAttributeAccessIssue]
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    x = x if x.dtype == dtype else x.astype(dtype)  # as JAX does with 64 bits outside of `jax_enable_x64`
+    return _weakly(x.shape, dtype, x.sharding if x.committed else None)(x)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.lru_cache(maxsize=256)

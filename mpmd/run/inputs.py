@@ -102,15 +102,20 @@ class Inputs:
             for aval, s in self.pieces
         ]
 
-    def fit(self, leaves: Sequence[ArrayLike]) -> bool:
-        """Returns whether every MpmdArray is where the step reads it, or may be moved there. A tracer never fits."""
-        for x, sharding in zip(leaves, self.shardings, strict=True):
+    def fit(self, leaves: Sequence[ArrayLike], wishes: Sequence[object]) -> bool:
+        """Returns whether every MpmdArray is where the step reads it, or may be moved there. A tracer never fits.
+
+        Args:
+          wishes: the user's sharding of each argument, to which it is moved from anywhere, or None.
+        """
+        for x, sharding, wish in zip(leaves, self.shardings, wishes, strict=True):
             if isinstance(x, compat.Tracer):
                 return False
             if (
                 type(x) is MpmdArray
                 and x._mpmd_sharding is not sharding
                 and x._committed
+                and wish is None
                 and sharding.split_axis is None
                 and not x._mpmd_sharding.is_equivalent_to(sharding, x.ndim)
             ):
@@ -144,7 +149,8 @@ class Inputs:
             sharding, rows, aval = self.shardings[i], self._rows[i], self.avals[i]
             if type(x) is MpmdArray:
                 x._check_not_gone(self._names[i])
-                if x._mpmd_sharding is sharding or x._mpmd_sharding.is_equivalent_to(sharding, x.ndim):
+                is_there = x._mpmd_sharding is sharding or x._mpmd_sharding.is_equivalent_to(sharding, x.ndim)
+                if is_there and x.dtype == aval.dtype:
                     if len(x._arrays) < self._num_here[i]:
                         name = self._names[i]
                         raise ValueError(f"{name}: {x!r} was made without the arrays of all groups of this process.")
@@ -157,6 +163,8 @@ class Inputs:
                 raise TypeError(f"mpmd: {self._names[i]} is {x}, which says what an array is like: pass an array.")
             for piece, where in zip(_pieces(x, rows), self._of_pieces[i], strict=True):
                 if isinstance(piece, jax.Array):
+                    if piece.dtype != aval.dtype:  # of 64 bits, from a part of the program with `jax_enable_x64`
+                        piece = piece.astype(aval.dtype)
                     _check_movable(piece, where)
                 else:
                     # A copy, since an array on CPU devices may share numpy's memory. `x` may stand for an absent key.

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ class CallArguments:
     tree: TreeDef
     types: tuple
     key: Hashable
+    wishes: Sequence[object] = ()  # the user's sharding of each leaf, or None
 
     @property
     def static_positions(self) -> set[int]:

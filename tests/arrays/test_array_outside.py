@@ -175,6 +175,30 @@ def test_control_flow_and_transforms_of_jax_take_arrays_of_a_step(mesh):
             jax.tree.map(np.testing.assert_array_equal, function(x), function(jnp.asarray(rows)))
 
 
+def test_what_a_function_of_jax_returns_as_it_got_it_is_an_array(mesh):
+    x = jnp.asarray(VALUE)
+
+    def found(x):
+        return (
+            jax.lax.scan(lambda c, row: (c, row), x, x),
+            jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1]), (x[0], x)),
+            jax.lax.map(lambda row: row, x),
+            jax.lax.cond(x[1] > 0, lambda x: x, lambda x: x, x),
+            jax.lax.switch(0, [lambda x: x, lambda x: x], x),
+            jax.jvp(lambda x: x, (x,), (x,)),
+            jax.vjp(lambda y: (2 * y, x), x, has_aux=True)[2],
+        )
+
+    for got, wanted in zip(jax.tree.leaves(found(put(x, mesh, 1))), jax.tree.leaves(found(x)), strict=True):
+        assert isinstance(got, jax.Array)
+        np.testing.assert_array_equal(got, wanted)
+    assert type(round(put(np.float32(2.52), mesh, 1))) is type(round(jnp.float32(2.52)))
+    assert round(put(np.float32(2.52), mesh, 1)).dtype == jnp.int32
+    deleted = put(x, mesh, 1)
+    deleted.delete()
+    assert jax.eval_shape(lambda x: x + 1, deleted).shape == x.shape
+
+
 def test_a_call_names_arguments_that_are_no_arrays_of_jax(mesh):
     step = mpmd.jit(lambda state, rate: state["x"] * rate, mpmd_mesh=mesh)
     with pytest.raises(OverflowError, match=r"^mpmd\.jit: rate: Python int 1099511627776 too large"):
