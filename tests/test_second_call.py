@@ -249,7 +249,7 @@ def test_where_the_user_says_to_what_place_an_argument_goes_all_calls_are_of_one
     for wish in mpmd.MpmdSharding(mesh, 1), P():
 
         def double(x):
-            traced.append(wish)
+            traced.append(x)
             return x * 2
 
         step = mpmd.jit(double, mpmd_mesh=mesh, in_shardings=wish)
