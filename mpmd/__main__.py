@@ -40,26 +40,6 @@ from scheduler.base.waiting import waiting
 from scheduler.timing.costs import costs_in
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
-_CONSTANTS = {
-    "matrix_efficiency": "share of the data sheet's speed that matrix products reach",
-    "attention_efficiency": "share of that speed that cuDNN's attention reaches",
-    "memory_efficiency": "share of the data sheet's memory bandwidth that is reached",
-    "link_efficiency": "share of the bandwidth of links that is reached",
-    "latency_s": "seconds until a transfer or collective begins to move bytes",
-    "launch_s": "seconds to start a program",
-}
-_FAILURES = {
-    "step_s": "seconds of a step",
-    "checkpoint_every_s": "seconds of training between two checkpoints on disk",
-    "checkpoint_s": "seconds for which each holds up the training",
-    "copy_s": "seconds for which the copies in memory hold up a step",
-    "detect_s": "seconds from a failure until all processes know",
-    "restart_s": "seconds from then to the next step, all processes anew, the state from disk",
-    "from_memory_s": "the same with the state from memory",
-    "in_place_s": "the same with a spare in the place, and all others as they are",
-    "gpus_per_host": "a failure takes them all",
-    "host_repair_h": "hours until a host is a spare again",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,10 +123,7 @@ def _add_goodput(commands: argparse._SubParsersAction) -> None:
     add("--mtbf", type=float, metavar="H", help="hours between two failures of one GPU that stop the job")
     add("--failures-per-day", type=float, metavar="X", help="of the job, in place of --mtbf")
     add("--spares", metavar="N", default="1%", help="GPUs that wait, or their share as in 1%% (default: 1%%)")
-    for name, what in _FAILURES.items():
-        default = getattr(simulated.FailureInputs, name)
-        flag, kind = "--" + name.replace("_", "-"), type(default)
-        add(flag, type=kind, default=default, metavar="X", help=f"{what} (default: %(default)s)")
+    _add_fields(goodput, simulated.FailureInputs)
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
@@ -168,12 +145,21 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add("--network", type=float, metavar="GB/s", help="what a device sends to other hosts")
     share = "share of a device's memory that JAX's allocator takes (default: what it takes by itself, 0.75 of a GPU)"
     add("--memory-fraction", type=float, metavar="X", help=share)
-    for name, what in _CONSTANTS.items():
-        default = getattr(Machine, name)
-        flag = "--" + name.replace("_", "-")
-        shown = "%(default)s" if default is not None else "what was measured of the target"
-        add(flag, type=float, default=default, metavar="X", help=f"{what} (default: {shown})")
+    _add_fields(parser, Machine)
     add("--json", action="store_true", help="all figures as JSON")
+
+
+def _add_fields(parser: argparse.ArgumentParser, owner: type) -> None:
+    """Adds an option for each field that is annotated with what it means."""
+    for f in dataclasses.fields(owner):
+        for what in _said_of(f):
+            shown = "%(default)s" if f.default is not None else "what was measured of the target"
+            flag, kind = "--" + f.name.replace("_", "-"), float if f.default is None else type(f.default)
+            parser.add_argument(flag, type=kind, default=f.default, metavar="X", help=f"{what} (default: {shown})")
+
+
+def _said_of(f: dataclasses.Field) -> tuple[str, ...]:
+    return getattr(f.type, "__metadata__", ())
 
 
 def _goodput(options: argparse.Namespace) -> str:
@@ -201,7 +187,7 @@ def _failure_inputs(options: argparse.Namespace) -> simulated.FailureInputs:
         raise ValueError(f"--spares {options.spares}: expected a number of GPUs, or a share as in 1%.")
     spares = math.ceil(options.gpus * float(number) / 100) if percent else int(number)
     failures = options.failures_per_day if options.mtbf is None else 24 * options.gpus / options.mtbf
-    more = {name: getattr(options, name) for name in _FAILURES}
+    more = {f.name: getattr(options, f.name) for f in dataclasses.fields(simulated.FailureInputs) if _said_of(f)}
     return simulated.FailureInputs(options.gpus, failures, spares=spares, **more)
 
 

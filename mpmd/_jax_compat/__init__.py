@@ -70,6 +70,7 @@ from mpmd._jax_compat.jaxprs import (
     make_jaxpr,
     memory_kind,
     new_jaxpr,
+    new_vars,
     physical_aval,
     register_dce_rule,
     renamed,

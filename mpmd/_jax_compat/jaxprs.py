@@ -83,23 +83,19 @@ def _effects(eqns: Sequence[JaxprEqn]) -> frozenset[Any]:
     return frozenset().union(*(e.effects for e in eqns))
 
 
+def new_vars(eqns: Iterable[JaxprEqn]) -> dict[Var, Any]:
+    """Returns a new variable for each result of equations."""
+    return {v: Var(v.aval) for e in eqns for v in e.outvars if not isinstance(v, DropVar)}
+
+
 def with_new_vars(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns the same jaxpr with new variables."""
-    env: dict[Var, Var] = {}
-
-    def fresh(v: Var | Literal) -> Var | Literal:
-        if isinstance(v, Literal):
-            return v
-        if v not in env:
-            env[v] = DropVar(v.aval) if isinstance(v, DropVar) else Var(v.aval)
-        return env[v]
-
     jaxpr = closed.jaxpr
-    eqns = [e.replace(invars=list(map(fresh, e.invars)), outvars=list(map(fresh, e.outvars))) for e in jaxpr.eqns]
-    return ClosedJaxpr(
-        jaxpr.replace(invars=list(map(fresh, jaxpr.invars)), outvars=list(map(fresh, jaxpr.outvars)), eqns=eqns),
-        closed.consts,
-    )
+    invars = [Var(v.aval) for v in jaxpr.invars]
+    names = new_vars(jaxpr.eqns) | dict(zip(jaxpr.invars, invars, strict=True))
+    outvars = [renamed(v, names) for v in jaxpr.outvars]
+    eqns = renamed_equations(jaxpr.eqns, names)
+    return ClosedJaxpr(jaxpr.replace(invars=invars, outvars=outvars, eqns=eqns), closed.consts)
 
 
 def constvars_to_invars(jaxpr: Jaxpr) -> Jaxpr:

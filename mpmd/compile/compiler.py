@@ -247,13 +247,10 @@ class Compiler:
         ins: Sequence[NamedSharding | None],
         outs: Sequence[NamedSharding | None],
     ) -> DistinctProgram:
-        num_args = [len(half.jaxpr.invars) for half in (first, second)]
-        takes = range(num_args[0]), range(num_args[0], sum(num_args))
-        num_results = len(first.jaxpr.outvars) + len(second.jaxpr.outvars)
-        results = range(sum(num_args), sum(num_args) + num_results)
-        halves = first.program.closed, second.program.closed
-        closed = _joined(name, halves, takes, sum(num_args), results)
-        donate = [*first.program.donate, *(len(first.jaxpr.invars) + i for i in second.program.donate)]
+        begin, num_args = len(first.jaxpr.invars), len(ins)
+        takes, results = (range(begin), range(begin, num_args)), range(num_args, num_args + len(outs))
+        closed = _joined(name, [first.program.closed, second.program.closed], takes, num_args, results)
+        donate = [*first.program.donate, *(begin + i for i in second.program.donate)]
         family, options = first.family + second.family, first.program.options
         fused, is_new = self._find(name, family, options, closed, mesh, ins, outs, donate)
         if is_new and (first.parts or second.parts):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Annotated
 
 from jax.sharding import Mesh
 
@@ -27,17 +28,17 @@ _SENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices of a target, in hosts."""
+    """Devices of a target, in hosts. The annotated fields are options of `python -m mpmd plan`."""
 
     target: Target  # the data sheet
     devices_per_host: int = 8  # the number of neighbours that reach each other by `target.link_bandwidth`
-    matrix_efficiency: float | None = None  # the part of the peak that good kernels reach. None: measured, in `target`
-    memory_efficiency: float = 0.8  # likewise
-    link_efficiency: float = 0.8  # likewise
-    latency_s: float = 15e-6  # of each transfer and collective
-    launch_s: float = 10e-6  # of each program
+    matrix_efficiency: Annotated[float | None, "share of the data sheet's speed that matrix products reach"] = None
+    attention_efficiency: Annotated[float | None, "share of that speed that cuDNN's attention reaches"] = None
+    memory_efficiency: Annotated[float, "share of the data sheet's memory bandwidth that is reached"] = 0.8
+    link_efficiency: Annotated[float, "share of the bandwidth of links that is reached"] = 0.8
+    latency_s: Annotated[float, "seconds until a transfer or collective begins to move bytes"] = 15e-6
+    launch_s: Annotated[float, "seconds to start a program"] = 10e-6
     memory_fraction: float | None = None  # the part of a device's memory that JAX's allocator takes. None: its default.
-    attention_efficiency: float | None = None  # of cuDNN's attention, at most that of other products; None likewise
 
     def __post_init__(self) -> None:
         t = self.target

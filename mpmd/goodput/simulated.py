@@ -9,7 +9,7 @@ import dataclasses
 import math
 import textwrap
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from scheduler.base import texts
 
@@ -20,21 +20,21 @@ _STEPS_AGAIN = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class FailureInputs:
-    """The inputs of a prediction. A ValueError names all impossible numbers."""
+    """The inputs of a prediction, options of `python -m mpmd goodput`. A ValueError names all impossible numbers."""
 
     gpus: int  # the number of GPUs that compute
     failures_per_day: float  # the number of failures that stop the job
-    step_s: float = 10.0  # seconds of a step
-    checkpoint_every_s: float = 3600.0  # training time from one checkpoint on disk to the next
-    checkpoint_s: float = 30.0  # how long each checkpoint holds up the training
-    copy_s: float = 0.0  # how long the copies in memory hold up a step
-    detect_s: float = 30.0  # seconds from a failure until all processes know of it
-    restart_s: float = 600.0  # seconds from then until the next step begins, with the state from disk
-    from_memory_s: float = 300.0  # likewise, with the state from memory
-    in_place_s: float = 60.0  # likewise, with a spare in the place
+    step_s: Annotated[float, "seconds of a step"] = 10.0
+    checkpoint_every_s: Annotated[float, "seconds of training between two checkpoints on disk"] = 3600.0
+    checkpoint_s: Annotated[float, "seconds for which each holds up the training"] = 30.0
+    copy_s: Annotated[float, "seconds for which the copies in memory hold up a step"] = 0.0
+    detect_s: Annotated[float, "seconds from a failure until all processes know"] = 30.0
+    restart_s: Annotated[float, "seconds from then to the next step, all processes anew, the state from disk"] = 600.0
+    from_memory_s: Annotated[float, "the same with the state from memory"] = 300.0
+    in_place_s: Annotated[float, "the same with a spare in the place, and all others as they are"] = 60.0
     spares: int = 0  # the number of GPUs that wait
-    gpus_per_host: int = 8  # a failure takes a host, and a spare host takes its place
-    host_repair_h: float = 24.0  # hours until a host that has failed is a spare again
+    gpus_per_host: Annotated[int, "a failure takes them all"] = 8
+    host_repair_h: Annotated[float, "hours until a host is a spare again"] = 24.0
 
     def __post_init__(self):
         above = {"gpus", "step_s", "checkpoint_every_s", "gpus_per_host"}

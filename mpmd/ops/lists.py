@@ -210,12 +210,10 @@ def at(tree: PyTree, path: Path) -> PyTree:
     """Returns the part of a tree at a path, or None."""
     for key in path:
         try:
-            if hasattr(key, "idx"):
-                tree = tree[key.idx]
-            elif hasattr(key, "name"):
+            if hasattr(key, "name"):
                 tree = getattr(tree, key.name)
             else:
-                tree = tree[key.key]
+                tree = tree[key.idx if hasattr(key, "idx") else key.key]
         except (IndexError, KeyError, TypeError, AttributeError):
             return None
     return tree

@@ -349,9 +349,7 @@ def _varying(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
     return jax.make_jaxpr(varying)(jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here()))
 
 
-def _updated(
-    operations: Sequence[Operation], accs: Sequence[jax.Array], outs: Sequence[jax.Array], index: jax.Array
-) -> list:
+def _updated(operations: Sequence[Operation], accs: Sequence[jax.Array], outs: Sequence[jax.Array], index: Any) -> list:
     return [op.update(acc, x, index) for op, acc, x in zip(operations, accs, outs, strict=True)]
 
 
@@ -371,26 +369,18 @@ def _without_outer_refs(body: compat.ClosedJaxpr, name: str) -> compat.ClosedJax
 
 def _eager_loop(take: Callable, num_microbatches: int, operation: PyTree, name: str) -> PyTree:
     """Runs the loop under `jax.disable_jit`: `take` sees the values of each microbatch in turn."""
-    accs: list = []
-    operations: tuple = ()
-    tree: TreeDef = None
+    operations, accs, leaves, tree = [], [], [], None
     for i in range(num_microbatches):
         leaves, tree = output_leaves(take(jnp.int32(i)), name)
-        leaves = [x if _is_float0(x) else jnp.asarray(x) for x in leaves]
+        outs = [jnp.asarray(x) for x in leaves if not _is_float0(x)]
         if i == 0:
-            operations = broadcast_operation(operation, tree, name)
-            moving = [(op, jax.typeof(x)) for op, x in zip(operations, leaves, strict=True) if not _is_float0(x)]
-            check_operations([op for op, _ in moving], [aval for _, aval in moving], name)
-            accs = [
-                x if _is_float0(x) else op.init(jax.typeof(x), num_microbatches)
-                for op, x in zip(operations, leaves, strict=True)
-            ]
-        accs = [
-            acc if _is_float0(x) else op.update(acc, x, np.int32(i))
-            for op, acc, x in zip(operations, accs, leaves, strict=True)
-        ]
-    done = [a if _is_float0(a) else op.finish(a, num_microbatches) for op, a in zip(operations, accs, strict=True)]
-    return jax.tree.unflatten(tree, done)
+            of_all = zip(broadcast_operation(operation, tree, name), leaves, strict=True)
+            operations = [op for op, x in of_all if not _is_float0(x)]
+            check_operations(operations, list(map(jax.typeof, outs)), name)
+            accs = [op.init(jax.typeof(x), num_microbatches) for op, x in zip(operations, outs, strict=True)]
+        accs = _updated(operations, accs, outs, np.int32(i))
+    done = (op.finish(acc, num_microbatches) for op, acc in zip(operations, accs, strict=True))
+    return jax.tree.unflatten(tree, [x if _is_float0(x) else next(done) for x in leaves])
 
 
 def _check_fun(fun: object, name: str) -> None:

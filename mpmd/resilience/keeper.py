@@ -29,12 +29,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Message = dict[str, Any]  # of JSON
 TOKEN = "MPMD_KEEPER_TOKEN"
-_NONCE = 32
+_NONCE = 32  # bytes; its answer is as long
 _LARGEST_MESSAGE = 1 << 30
 _BACKLOG = 1024
 _PROOF_S = 20.0  # limit for the proof of a client that it has the token
@@ -101,9 +101,30 @@ def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def proof(token: str, nonce: bytes) -> bytes:
-    """Returns the answer to a nonce, which requires the token."""
-    return hmac.digest(token.encode(), nonce, "sha256")
+def challenge(connection: socket.socket, token: str) -> bool:
+    """Sends a nonce; returns whether the answer proves that the other side has the token."""
+    nonce = secrets.token_bytes(_NONCE)
+    connection.sendall(nonce)
+    return hmac.compare_digest(exactly(connection, bytearray(_NONCE)), hmac.digest(token.encode(), nonce, "sha256"))
+
+
+def prove(connection: socket.socket, token: str) -> None:
+    """Answers the other side's challenge."""
+    connection.sendall(hmac.digest(token.encode(), exactly(connection, bytearray(_NONCE)), "sha256"))
+
+
+def serve_forever(listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    """Serves each connection in a thread of its own, until the listener is closed."""
+    while listener.fileno() >= 0:
+        try:
+            connection, _ = listener.accept()
+            if listener.family != socket.AF_UNIX:
+                keep_alive(connection)
+        except OSError:  # it is closed, or there are no descriptors left
+            time.sleep(_PAUSE_S)
+            continue
+        name = threading.current_thread().name
+        threading.Thread(target=serve, args=(connection,), name=name, daemon=True).start()
 
 
 class _Buffer:
@@ -203,10 +224,8 @@ class _Connection:
 
     def serve(self) -> None:
         try:
-            nonce = secrets.token_bytes(_NONCE)
             self._connection.settimeout(_PROOF_S)
-            self._connection.sendall(nonce)
-            if not hmac.compare_digest(exactly(self._connection, bytearray(32)), proof(self._token, nonce)):
+            if not challenge(self._connection, self._token):
                 return
             self._connection.settimeout(None)
             while True:
@@ -278,18 +297,6 @@ class _Connection:
         self._on_commit(buffer.fd, about, header)
 
 
-def _accept(listener: socket.socket, memory: Memory, token: str) -> None:
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:  # there are no descriptors left
-            time.sleep(_PAUSE_S)
-            continue
-        if listener.family != socket.AF_UNIX:
-            keep_alive(connection)
-        threading.Thread(target=_Connection(connection, memory, token).serve, daemon=True).start()
-
-
 def _listeners(bind: str, name: str) -> list[socket.socket]:
     here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     here.bind("\0" + name)
@@ -304,9 +311,13 @@ def _listeners(bind: str, name: str) -> list[socket.socket]:
 def _keep(listeners: list[socket.socket], token: str, parent: int) -> None:
     """Keeps records until the pipe of the parent ends."""
     memory = Memory()
+
+    def serve(connection: socket.socket) -> None:
+        _Connection(connection, memory, token).serve()
+
     for listener in listeners:
         listener.listen(_BACKLOG)  # makes this process the owner of the socket, as its peers see it
-        threading.Thread(target=_accept, args=(listener, memory, token), daemon=True).start()
+        threading.Thread(target=serve_forever, args=(listener, serve), daemon=True).start()
     os.read(parent, 1)
 
 

@@ -51,8 +51,7 @@ class Connection:
         else:
             self._socket = socket.create_connection((address.host, address.port), timeout=limit_s or _LIMIT_S)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        nonce = keeper.exactly(self._socket, bytearray(32))
-        self._socket.sendall(keeper.proof(token, bytes(nonce)))
+        keeper.prove(self._socket, token)
         self._socket.settimeout(_LIMIT_S)
         self._maps: dict[tuple[int, int], np.ndarray] = {}  # by the memory's own identity
 

@@ -167,9 +167,14 @@ def wanted(given: object, about: KeptLeaf) -> list[Box]:
     """Returns the boxes of a leaf's data that this process needs for the layout of the given leaf."""
     if about.kind == NUMPY or not _is_placed(given):
         return [Box.whole(about.shape)]
-    placed = given.mpmd_sharding if isinstance(given, MpmdArray) else given.sharding
-    by_part = part_boxes(keys.data_sharding(placed, given.shape, given.dtype), about.shape)
-    return list({box for boxes in by_part.values() for device, box in boxes.items() if is_local(device)})
+    return local_boxes(given.mpmd_sharding if isinstance(given, MpmdArray) else given.sharding, about)
+
+
+def local_boxes(sharding: jax.sharding.Sharding, about: KeptLeaf) -> list[Box]:
+    """Returns the boxes of a leaf's data that this process has in a sharding of the leaf."""
+    dtype: Any = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
+    by_part = part_boxes(keys.data_sharding(sharding, keys.shape_of_data(about.shape, dtype), dtype), about.shape)
+    return list(dict.fromkeys(box for boxes in by_part.values() for d, box in boxes.items() if is_local(d)))
 
 
 def _is_placed(given: object) -> TypeGuard[jax.Array]:

@@ -35,14 +35,9 @@ def append(eqns: list[compat.JaxprEqn], like: compat.JaxprEqn, found: Equations)
 
 def equations_on(closed: compat.ClosedJaxpr, atoms: Sequence[Atom]) -> Equations:
     """Returns the equations of a flat jaxpr on other operands; a cached jaxpr may be used many times."""
-    env: dict = dict(zip(closed.jaxpr.invars, atoms, strict=True))
-    env |= literals_of(closed)
-    eqns = []
-    for eqn in closed.jaxpr.eqns:
-        fresh: list = [v if isinstance(v, compat.DropVar) else compat.Var(v.aval) for v in eqn.outvars]
-        eqns.append(eqn.replace(invars=[compat.renamed(v, env) for v in eqn.invars], outvars=fresh))
-        env.update(zip(eqn.outvars, fresh, strict=True))
-    return Equations(eqns, [compat.renamed(v, env) for v in closed.jaxpr.outvars])
+    jaxpr = closed.jaxpr
+    names = compat.new_vars(jaxpr.eqns) | dict(zip(jaxpr.invars, atoms, strict=True)) | literals_of(closed)
+    return Equations(compat.renamed_equations(jaxpr.eqns, names), [compat.renamed(v, names) for v in jaxpr.outvars])
 
 
 def trace_equations(fun: Callable, *atoms: Atom) -> Equations:

@@ -18,14 +18,13 @@ import numpy as np
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays import keys
-from mpmd.arrays.boxes import Box, part_boxes
-from mpmd.arrays.mesh import is_local
+from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from mpmd.job.job import Job
 from mpmd.job.verdict import SECONDHAND
 from mpmd.pytrees import PyTree, TreeDef
 from mpmd.resilience.layout import SHARED, KeptLeaf
-from mpmd.resilience.restoring import assembled
+from mpmd.resilience.restoring import assembled, local_boxes
 from reshard.places import aligned_empty
 from reshard.streams import renaming
 from reshard.streams.renaming import Names, Origins
@@ -80,7 +79,7 @@ class _ReceivePlan:
                 self._given.setdefault(leaf, []).append((sender, Box(tuple(start), tuple(stop))))
         self._near, self._part_nbytes = near, part_nbytes
         self._targets = [about for about, _ in targets]
-        self._wanted = [_wanted(about, place) for about, place in zip(self._targets, self._placed, strict=True)]
+        self._wanted = [local_boxes(place, about) for about, place in zip(self._targets, self._placed, strict=True)]
         self.parts: list[SentPart] = []
         for target, (about, origins) in enumerate(targets):
             for i, box in enumerate(self._wanted[target]):
@@ -208,13 +207,6 @@ def _as_wanted(about: KeptLeaf, place: object) -> tuple[KeptLeaf, str | None]:
     if about.key or not (jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(place.dtype, jnp.floating)):
         return about, f"its dtype is {dtype}, but the target has {place.dtype}: only floats are cast, to floats"
     return KeptLeaf(about.name, SHARED, about.shape, jnp.dtype(place.dtype).name), fault
-
-
-def _wanted(about: KeptLeaf, sharding: jax.sharding.Sharding) -> list[Box]:
-    dtype: Any = jax.random.key_dtype(about.key) if about.key else jnp.dtype(about.dtype)
-    placed = keys.data_sharding(sharding, keys.shape_of_data(about.shape, dtype), dtype)
-    by_part = part_boxes(placed, about.shape)
-    return list(dict.fromkeys(box for boxes in by_part.values() for d, box in boxes.items() if is_local(d)))
 
 
 class Subscription:

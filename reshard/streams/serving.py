@@ -5,12 +5,10 @@ held versions are released when it ends, however it ends.
 """
 
 import contextlib
-import hmac
 import secrets
 import socket
 import struct
 import threading
-import time
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,7 +24,6 @@ from reshard.streams.shelf import Shelf, Shelved
 
 # The time that the other side has to answer, or to take the next bytes.
 _LIMIT_S = 60.0
-_PAUSE_S = 0.2
 _CHUNK = 4 << 20
 _BLOCK, _ROW = 1 << 20, 16 << 10
 _FORMAT = 3  # of the protocol; changes whenever it does
@@ -57,12 +54,13 @@ class ShelfServer:
     def __init__(self, host: str, port: int, token: str):
         self.token, self._run = token, secrets.token_hex(8)  # receivers that do not know the token are refused
         self._shelves: dict[str, tuple[Shelf, Sequence[str]]] = {}
-        self.bytes_sent, self._is_closed = 0, False  # of tensors, to other processes
+        self.bytes_sent = 0  # of tensors, to other processes
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=1024)
         found = self._listener.getsockname()
         self.address = f"[{host}]:{found[1]}" if ":" in host else f"{host}:{found[1]}"
-        threading.Thread(target=self._accept, name="mpmd-stream", daemon=True).start()
+        serving = self._listener, self._serve
+        threading.Thread(target=keeper.serve_forever, name="mpmd-stream", args=serving, daemon=True).start()
 
     def serve(self, name: str, shelf: Shelf, peers: Sequence[str] = ()) -> None:
         """Lets others read a shelf; `peers` are the servers that together have the versions, if there are several."""
@@ -70,28 +68,14 @@ class ShelfServer:
 
     def close(self) -> None:
         """Accepts no more connections."""
-        self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                connection, _ = self._listener.accept()
-                keeper.keep_alive(connection)
-            except OSError:  # it is closed, or there are no descriptors left
-                time.sleep(_PAUSE_S)
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="mpmd-stream", daemon=True).start()
-
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError), contextlib.ExitStack() as at_end:
             connection.settimeout(_LIMIT_S)
-            nonce = secrets.token_bytes(32)
-            connection.sendall(nonce)
-            proof = bytes(keeper.exactly(connection, bytearray(32)))
-            if not hmac.compare_digest(proof, keeper.proof(self.token, nonce)):
+            if not keeper.challenge(connection, self.token):
                 keeper.send(connection, {"error": "the token is another one than the publisher's"})
                 return
             keeper.send(connection, {"format": _FORMAT, "run": self._run, "names": sorted(self._shelves)})
@@ -203,8 +187,7 @@ class FarShelf:
         self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=_LIMIT_S)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            nonce = keeper.exactly(self._socket, bytearray(32))
-            self._socket.sendall(keeper.proof(token, bytes(nonce)))
+            keeper.prove(self._socket, token)
             hello = keeper.answer(self._socket)
             if hello.get("format") != _FORMAT:
                 raise OSError("it is another version of jax-mpmd: publish and subscribe with the same one")
