@@ -182,10 +182,16 @@ def broadcast(
     if isinstance(shardings, list):
         shardings = tuple(shardings) if what == "in_shardings" else shardings
     full = jax.tree.unflatten(tree, range(tree.num_leaves))
+    flat: list = [None] * tree.num_leaves
+
+    def fill(wish, part):
+        for i in jax.tree.leaves(part):
+            flat[i] = None if wish is unsaid else wish
+
     unsaid = object()  # an object, so that JAX's message about a difference treats None as a leaf
     shardings = jax.tree.map(lambda x: unsaid if x is None else x, shardings, is_leaf=is_leaf)
     try:
-        filled = jax.tree.map(lambda wish, part: jax.tree.map(lambda _: wish, part), shardings, full, is_leaf=is_leaf)
+        jax.tree.map(fill, shardings, full, is_leaf=is_leaf)
     except ValueError as e:
         has_list = lists.numbers(tree)
         raise ValueError(
@@ -193,7 +199,7 @@ def broadcast(
             f" {'arguments' if what == 'in_shardings' else 'result'}.\n  {e}"
             + ("\n  A list of microbatches has one entry, for all arrays in it." if has_list else "")
         ) from None
-    return [None if wish is unsaid else wish for wish in jax.tree.leaves(filled, is_leaf=is_leaf)]
+    return flat
 
 
 def argument_names(fun: Callable, call: CallArguments) -> list[str]:
