@@ -356,7 +356,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=24, help="texts to write (default 24)")
     parser.add_argument("--prompt", default="def ", help="how the texts begin (default 'def ')")
     parser.add_argument("--length", type=int, default=100, help="bytes of the longest text (default 100)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in ("steps", "stages", "lanes", "rows", "pages", "texts", "length"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1")
+    if args.layers < args.stages:
+        parser.error(f"--layers {args.layers} is fewer than --stages {args.stages}; each stage needs a layer")
+    if args.d_model < 32 or args.d_model % 32:
+        parser.error(f"--d-model {args.d_model} is not a multiple of 32")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -402,4 +410,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (OSError, mpmd.ReshardError) as error:  # errors that a user can repair
+        sys.exit(f"generate.py: {error}")

@@ -221,10 +221,13 @@ def make_step(
 # Text in, text out.
 
 
-def read_text(files: Sequence[str]) -> np.ndarray:
-    """Reads the given files or, without any, the modules of Python's standard library."""
+def read_text(files: Sequence[str], length: int = 1) -> np.ndarray:
+    """Reads the given files or, without any, the modules of Python's standard library; at least `length` bytes."""
     paths = [Path(file) for file in files] or sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return np.frombuffer(b"\n".join(path.read_bytes() for path in paths), np.uint8)
+    text = np.frombuffer(b"\n".join(path.read_bytes() for path in paths), np.uint8)
+    if len(text) < length:
+        sys.exit(f"the text has {len(text)} bytes, fewer than the {length} of a row and the byte after it")
+    return text
 
 
 def batch_at(text: np.ndarray, seed: int, step: int, rows: int, length: int) -> np.ndarray:
@@ -312,11 +315,21 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, *, last: bool = False) -> None:
         """Saves the state after `step` steps, if this step is due or the last one."""
-        if self.manager.should_save(step) or last:
+        is_due = self.manager.should_save(step) or last
+        if is_due and self.manager.latest_step() != step:  # a step that comes again after a loss may be saved already
             # Orbax runs a collective on all devices, so that processes wait for each other. It must not run while the
             # step's own work is in flight.
             jax.block_until_ready(state)
             self.manager.save(step, args=ocp.args.StandardSave(state), force=last)
+
+    def start(self, resume: bool, steps: int) -> int | None:
+        """Returns the last saved step, if there is one; ends the program if a run to `steps` cannot go on from it."""
+        last_step = self.manager.latest_step()
+        if last_step is not None and not resume:
+            sys.exit(f"{self.folder} has checkpoints up to step {last_step}: add --resume, or give another folder")
+        if last_step is not None and last_step > steps:
+            sys.exit(f"{self.folder} has a checkpoint after step {last_step}: give more --steps than {steps}")
+        return last_step
 
     def restore(self, abstract_state: TrainState, shardings: Any) -> Any:
         """Restores the last saved state into `shardings`. It may have been saved in any layout."""
@@ -506,10 +519,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_first = jax.process_index() == 0
     mesh = make_mesh(schedule.num_groups, args.data_parallel)
 
-    text = read_text(args.text)
     length = args.seq_len + 1
-    if len(text) < length:
-        sys.exit(f"the text has {len(text)} bytes, fewer than --seq-len {args.seq_len} and one")
+    text = read_text(args.text, length)
     model = GPT(args.layers, args.d_model, num_stages=args.stages, dropout=args.dropout)
     optimizer = make_optimizer(args.lr, args.steps)
     init = make_init(model, optimizer)
@@ -526,11 +537,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{len(text):,} bytes of text"
     )
     checkpoints = Checkpoints(args.checkpoint_dir, args.save_every, args.keep) if args.checkpoint_dir else None
-    last_step = None if checkpoints is None else checkpoints.manager.latest_step()
-    if last_step is not None and not args.resume:
-        sys.exit(f"{args.checkpoint_dir} has checkpoints up to step {last_step}: add --resume, or give another folder")
-    if last_step is not None and last_step > args.steps:
-        sys.exit(f"{args.checkpoint_dir} has a checkpoint after step {last_step}: give more --steps than {args.steps}")
+    last_step = None if checkpoints is None else checkpoints.start(args.resume, args.steps)
 
     say("compiling ...")
     started = time.perf_counter()

@@ -185,7 +185,9 @@ def _failure_inputs(options: argparse.Namespace) -> simulated.FailureInputs:
     number, percent, rest = options.spares.partition("%")
     if not number.replace(".", "", 1).isdecimal() or rest or ("." in number and not percent):
         raise ValueError(f"--spares {options.spares}: expected a number of GPUs, or a share as in 1%.")
-    spares = math.ceil(options.gpus * float(number) / 100) if percent else int(number)
+    spares, host = math.ceil(options.gpus * float(number) / 100) if percent else int(number), options.gpus_per_host
+    if percent and 0 < spares < host:
+        spares = host if options.gpus > host else 0  # a part of a host takes no place
     failures = options.failures_per_day if options.mtbf is None else 24 * options.gpus / options.mtbf
     more = {f.name: getattr(options, f.name) for f in dataclasses.fields(simulated.FailureInputs) if _said_of(f)}
     return simulated.FailureInputs(options.gpus, failures, spares=spares, **more)
@@ -209,9 +211,10 @@ def _planned(options: argparse.Namespace) -> Plan:
 
 
 def _tuned(options: argparse.Namespace) -> Tuning:
-    if not all(count.strip().isdecimal() for count in options.microbatches.split(",")):
+    texts = [text.strip() for text in options.microbatches.split(",")]
+    counts = [int(text) for text in texts if text.isdecimal() and int(text) > 0]
+    if len(counts) < len(texts):
         raise ValueError(f"--microbatches {options.microbatches}: expected numbers, as in 8,16,32.")
-    counts = [int(count) for count in options.microbatches.split(",")]
     names = options.schedules.split(",") if options.schedules else SCHEDULES
     _check_numbers(options, ["groups", "devices_per_group", "devices_per_host"])
     function = _loaded(options.step)
@@ -230,7 +233,7 @@ def _check_numbers(options: argparse.Namespace, counts: Iterable[str]) -> None:
         if (count := getattr(options, name)) is not None and count < 1:
             raise ValueError(f"--{name.replace('_', '-')} {count}: expected 1 or more.")
     for name in ("memory", "link", "network"):
-        if (amount := getattr(options, name)) is not None and not 0 < amount < math.inf:
+        if (amount := getattr(options, name)) is not None and not 0 < amount * 1e9 < math.inf:
             raise ValueError(f"--{name} {amount:g}: expected a number above 0.")
 
 

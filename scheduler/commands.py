@@ -30,6 +30,7 @@ def show(options: argparse.Namespace) -> int:
     if path.suffix == ".csv":
         schedule: Schedule = CustomSchedule.from_csv(path)
         num_microbatches = schedule.num_microbatches
+        _check_sizes(options, str(path), schedule)
     else:
         if options.microbatches is None:
             raise ValueError("show: --microbatches is missing; give it, or a CSV file of orders.")
@@ -150,10 +151,7 @@ def _groups_of(placement: str | list[int], num_stages: int) -> int:
 def check(options: argparse.Namespace) -> int:
     """Prints the proof that the orders of a file are right, or their faults."""
     schedule = CustomSchedule.from_csv(options.file)
-    for name in ("stages", "groups", "microbatches"):
-        found, wanted = getattr(schedule, f"num_{name}"), getattr(options, name)
-        if wanted not in (None, found):
-            raise ScheduleError(f"{options.file}: the number of {name} is {found}; expected {wanted}. Is it cut off?")
+    _check_sizes(options, options.file, schedule)
     if not options.forward_only:
         faults = order_faults(schedule.task_orders, schedule.placement, schedule.num_microbatches)
         raise_faults(f"{options.file} (--forward-only would do without backward)", faults)
@@ -175,6 +173,13 @@ def check(options: argparse.Namespace) -> int:
             f"microbatches: {schedule.num_microbatches}, transfers: {report.num_transfers}"
         )
     return 0
+
+
+def _check_sizes(options: argparse.Namespace, file: str, schedule: CustomSchedule) -> None:
+    for name in ("stages", "groups", "microbatches"):
+        found, wanted = getattr(schedule, f"num_{name}"), getattr(options, name)
+        if wanted not in (None, found):
+            raise ScheduleError(f"{file}: the number of {name} is {found}; expected {wanted}. Is it cut off?")
 
 
 def _facts(timeline: Timeline) -> dict[str, object]:

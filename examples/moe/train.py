@@ -158,9 +158,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--export", metavar="DIR", help="write the trained parameters as a Hugging Face folder")
     parser.add_argument("--explain", action="store_true", help="say what runs where and what is sent, and end")
     options = parser.parse_args(argv)
-    for name in ("groups", "data", "expert", "microbatches"):
+    sizes = ("groups", "data", "expert", "microbatches", "batch", "length", "layers", "hidden", "experts", "k", "steps")
+    for name in (*sizes, "save_every"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: give a number of at least 1")
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give a number of at least 1")
+    if options.width < 16 or options.width % 16:
+        parser.error(f"--width {options.width} is not a multiple of 16")
+    if not 0 <= options.seed < 2**63:
+        parser.error(f"--seed {options.seed}: give a number of at least 0")
+    if options.resume and not options.checkpoint_dir:
+        parser.error("--resume needs --checkpoint-dir, the folder to go on from")
     devices = options.data * options.expert
     if options.batch % options.microbatches or options.batch // options.microbatches % devices:
         parser.error(f"--batch {options.batch} is not made of {options.microbatches} microbatches × {devices} devices")
@@ -195,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     mpmd.initialize()
     mesh = make_mesh(options.groups, options.data, options.expert)
     config, optimizer = config_of(options), make_optimizer(options.lr, options.steps)
-    first, text = make_init(config, optimizer), read_text(options.text)
+    first, text = make_init(config, optimizer), read_text(options.text, options.length + 1)
     key, group = jax.random.key(options.seed), mesh.tracing_mesh()
     like = typed(group, jax.eval_shape(first, key), host="" if options.on_device else "optimizer")
     shape = options.microbatches, options.batch // options.microbatches, options.length + 1
@@ -210,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     layout = compiled.input_shardings[0][0]
     folder = options.checkpoint_dir
     checkpoints = Checkpoints(folder, options.save_every, keep=2) if folder else None
-    start = (checkpoints.manager.latest_step() or 0) if checkpoints and options.resume else 0
+    start = (checkpoints.start(options.resume, options.steps) or 0) if checkpoints else 0
     if checkpoints and start:
         state: Any = checkpoints.restore(like, layout)
         say(f"goes on after step {start}")
@@ -235,4 +242,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, mpmd.ReshardError) as error:  # errors that a user can repair
+        sys.exit(f"train.py: {error}")

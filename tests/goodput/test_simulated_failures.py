@@ -102,6 +102,12 @@ def test_the_command_gives_all_figures_as_json(capsys):
     assert found["checkpoints on disk"]["useful"] == 1
 
 
+@pytest.mark.parametrize(("gpus", "spares"), [(512, 8), (8, 0), (1600, 16)])
+def test_a_share_of_spares_is_a_host_or_none(gpus, spares, capsys):
+    assert main(f"goodput --simulate --gpus {gpus} --mtbf 50000".split()) == 0
+    assert f"spares {spares}, " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

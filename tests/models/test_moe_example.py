@@ -223,6 +223,22 @@ def test_the_ragged_exchange_is_one_collective_each_way_on_gpus(example):
     assert text.count("@ragged_all_to_all") == 2 + 2  # forward and backward
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--save-every 0", "--save-every 0: give a number of at least 1"),
+        ("--k 0", "--k 0: give a number of at least 1"),
+        ("--width 20", "--width 20 is not a multiple of 16"),
+        ("--seed -1", "--seed -1: give a number of at least 0"),
+        ("--resume", "--resume needs --checkpoint-dir, the folder to go on from"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_at_once(example, capsys, options, message):
+    with pytest.raises(SystemExit):
+        example.train.parse(options.split())
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f": error: {message}")
+
+
 def test_statistics_of_routers_are_shares(example):
     said = example.router.statistics(jnp.array([[4, 4, 0, 0], [2, 2, 2, 2]]), jnp.array([2, 0]))
     np.testing.assert_allclose(said["entropy"], [0.5, 1.0], rtol=1e-6)

@@ -45,6 +45,8 @@ def test_show_draws_and_writes_pictures_and_orders(capsys, tmp_path):
     assert orders.read_text() == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
     status, out, _ = run(capsys, "show", str(orders), "--json")
     assert json.loads(out)["makespan"] == 9
+    status, _, err = run(capsys, "show", str(orders), "--microbatches", "50")
+    assert status != 0 and f"{orders}: the number of microbatches is 2; expected 50. Is it cut off?" in err
 
 
 @pytest.mark.parametrize("name", ["zb-v", "DualPipeV", "interleaved-1f1b", "kimi_k2"])
