@@ -82,6 +82,8 @@ from mpmd._jax_compat.jaxprs import (
     users_stack,
     with_new_vars,
     within,
+    without_unread,
+    without_unused,
     written_out,
 )
 from mpmd._jax_compat.parameters import all_equations, equations_inside, jaxprs_in, kernel_grid, mapped

@@ -181,6 +181,21 @@ def register_dce_rule(
     pe.dce_rules[primitive] = called
 
 
+def without_unused(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns the jaxpr without equations that no result needs; all inputs remain."""
+    return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def without_unread(eqn: JaxprEqn) -> JaxprEqn:
+    """Returns a `cond` without the operands that no branch reads, by JAX's rule; one with effects stays as it is."""
+    if eqn.effects:
+        return eqn
+    variables = dict.fromkeys(v for v in eqn.invars if isinstance(v, Var))
+    outvars = [v for v in eqn.outvars if not isinstance(v, DropVar)]
+    pruned = without_unused(make_jaxpr(variables, outvars, [eqn], "cond").jaxpr).eqns
+    return pruned[0] if pruned and len(pruned[0].invars) < len(eqn.invars) else eqn
+
+
 def is_ordered(eqn: JaxprEqn) -> bool:
     """Returns whether the equation has an effect that must keep its order (an ordered callback)."""
     return any(effects.ordered_effects.contains(e) for e in eqn.effects)

@@ -81,6 +81,8 @@ def _inline_into(
             _check_marks_in_scan(eqn, _AROUND_A_LAYER if in_loop else _AROUND_A_LAYER - {"scan"})
         else:
             check_no_marks_inside(eqn)
+            if eqn.primitive.name == "cond":  # parameters of other stages among its operands would come to its group
+                eqn = compat.without_unread(eqn)
         if outer is not None:
             fresh: list = [v if isinstance(v, compat.DropVar) else compat.Var(v.aval) for v in eqn.outvars]
             env.update((v, f) for v, f in zip(eqn.outvars, fresh, strict=True) if not isinstance(v, compat.DropVar))

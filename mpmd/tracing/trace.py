@@ -96,7 +96,7 @@ def _traced(flat: Callable, avals: Sequence[Described]) -> tuple[compat.ClosedJa
         ) from e
     _check_constants(closed)
     jaxpr = inline(compat.constvars_to_invars(closed.jaxpr))
-    return closed, compat.pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    return closed, compat.without_unused(jaxpr)
 
 
 _NEEDS_A_VALUE = (

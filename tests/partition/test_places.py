@@ -179,6 +179,25 @@ def test_a_skip_and_a_time_embedding_cross_once_to_each_reader():
     }  # fmt: skip
 
 
+def test_a_cond_that_is_given_all_parameters_reads_only_those_of_its_stage():
+    """Haiku's `hk.cond` gives them all to its branches."""
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
+    params, xs = {"first": jnp.eye(4), "last": 2 * jnp.eye(4)}, jnp.ones((2, 3, 4))
+
+    def loss(params, x):
+        x = mark(jnp.tanh(x @ params["first"]))
+        branches = [lambda p, x: x @ p["last"], lambda p, x: -x @ p["last"]]
+        return jnp.mean((jax.lax.cond(x[0, 0] > 0, *branches, params, x) - 1) ** 2)
+
+    def step(params, xs):
+        grads = mpmd.treduce(lambda x: jax.grad(loss)(params, x), xs, schedule="1f1b")
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    found = mpmd.jit(step, mpmd_mesh=mesh)(params, xs)
+    assert {name: x.mpmd_idxs for name, x in found.items()} == {"first": (0,), "last": (1,)}
+    jax.tree.map(np.testing.assert_array_equal, mpmd.device_get(found), jax.jit(step)(params, xs))
+
+
 def test_a_routers_loss_and_its_counts_are_made_in_its_stage():
     c = cut("losses_of_routers")
     assert c.count("exp") == {f"F{s}": 1 for s in range(4)}
