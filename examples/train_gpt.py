@@ -222,7 +222,10 @@ def make_step(
 
 
 def read_text(files: Sequence[str], length: int = 1) -> np.ndarray:
-    """Reads the given files or, without any, the modules of Python's standard library; at least `length` bytes."""
+    """Reads the given files or, without any, the modules of Python's standard library.
+
+    Ends the program if they have fewer bytes than `length`.
+    """
     paths = [Path(file) for file in files] or sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = np.frombuffer(b"\n".join(path.read_bytes() for path in paths), np.uint8)
     if len(text) < length:

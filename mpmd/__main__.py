@@ -122,7 +122,7 @@ def _add_goodput(commands: argparse._SubParsersAction) -> None:
     add("--gpus", type=int, metavar="N", help="that compute")
     add("--mtbf", type=float, metavar="H", help="hours between two failures of one GPU that stop the job")
     add("--failures-per-day", type=float, metavar="X", help="of the job, in place of --mtbf")
-    add("--spares", metavar="N", default="1%", help="GPUs that wait, or their share as in 1%% (default: 1%%)")
+    add("--spares", metavar="N", default="1%", help="GPUs that wait, or their share, at least a host (default: 1%%)")
     _add_fields(goodput, simulated.FailureInputs)
 
 

@@ -38,7 +38,7 @@ readonly most_alike=3    # it gives up after this many failures with the same st
 readonly contract=(MPMD_COORDINATOR MPMD_NUM_PROCESSES MPMD_PROCESS_ID MPMD_LOCAL_ID MPMD_SERVICE MPMD_STATUS_DIR
   MPMD_NUM_SPARES MPMD_LOCAL_ONLY MPMD_ATTEMPT MPMD_JOB MPMD_KEEPER MPMD_KEEPER_TOKEN)
 # shellcheck disable=SC2016 # for the inner shell to expand
-readonly as_it_is=(sh -c 'exec "$0" "$@"') # env takes a command with = in its path for a variable
+readonly as_it_is=("$(type -P sh)" -c 'exec "$0" "$@"') # env takes a command with = in its path for a variable
 readonly forwarded='^(PATH|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|(JAX|XLA|MPMD|NCCL|CUDA)_.*)$'
 
 usage() {
@@ -303,7 +303,7 @@ handle() { # an event, or a command from the launcher
       ;;
     failed) note_failure "$@" ;;
     spares) printf '%s\n' "$*" >"$work/spares" && mv "$work/spares" "$work/status/spares" ;;
-    asks) tell goes_on "$(goes_on)" ;;
+    asks) tell goes_on "$(goes_on)" "$1" ;;
     take) take "$@" ;;
     again) start_again "$@" ;;
     signal)
@@ -627,7 +627,7 @@ start_keepers() {
     [[ -z ${keepers[$name]:-} ]] || { disown "${keeper_pids[$name]}" && continue; } # else bash would print how it ended
     end_keeper "$name"
     case $transport:$? in
-      ssh:255) is_here "$name" || unreachable+=("$name") ;;
+      ssh:255 | ssh:137) is_here "$name" || unreachable+=("$name") ;; # refused, or no answer in time
       slurm:69) ;; # no mpmd there
       slurm:*) say "no keeper on $name, so its ranks keep nothing: $(tail -n 1 "$keep_folder/err.$name")" ;;
     esac
@@ -732,7 +732,9 @@ plan_again() {
   for h in "${!host_names[@]}"; do
     read -ra words <<<"${left_out[${host_names[h]}]:-}"
     host_counts[h]=$((host_counts[h] - ${#words[@]}))
+    ((host_counts[h] > 0)) || unset "host_names[h]" "host_counts[h]"
   done
+  host_names=("${host_names[@]}") host_counts=("${host_counts[@]}")
   number_ranks
 }
 
@@ -902,7 +904,7 @@ plan() {
   IFS=, read -ra entries <<<"$hosts"
   for entry in "${entries[@]}"; do
     name=$entry count=${procs_per_host:-1}
-    if [[ $entry =~ ^(.*[^:]|\[.*\]):([^:]*)$ ]]; then # not inside an IPv6 address
+    if [[ ! $entry =~ ^(.*@)?\[[^]]*\]$ && $entry =~ ^(.*[^:]|\[.*\]):([^:]*)$ ]]; then # not inside an IPv6 address
       name=${BASH_REMATCH[1]} count=${BASH_REMATCH[2]}
       [[ $name != *:* || $name == *]* ]] || option_error "--hosts: '$entry': write an IPv6 address in brackets"
       check_number "--hosts: $name" "$count" $((num_spares == 0))
@@ -1139,7 +1141,7 @@ run_job() {
   job=$(printf '%s-%s-%04x%04x' "$$" "$attempt" "$RANDOM" "$RANDOM")
   command_fds=() transport_pid=() agent_host=() statuses=() rank_pids=() doing=() verdicts=() host_of=() left=() transport_text=() unread=''
   first_failure='' service_failure='' job_error='' signalled='' lost='' blamed=''
-  is_rank=() spares=() num_numbers=$num_processes runs_on=() born=() num_brief=0 unanswered=() unanswered_exits=() num_no=0
+  is_rank=() spares=() num_numbers=$num_processes runs_on=() born=() num_brief=0 unanswered=() unanswered_exits=() question=0 num_no=0
   for ((h = num_ranks; h < num_processes; h++)); do spares+=("$h"); done
   phase=connecting num_ready=() num_stopped=() has_stopped=() num_exited=0 guilty='' job_status=0 job_text=''
   deadline=$((SECONDS + connect_s))
@@ -1193,7 +1195,7 @@ on_message() { # host, kind, text
       interrupted=$1
       begin_stop
       ;;
-    goes_on) on_answer "$1" ;;
+    goes_on) (($2 != question)) || on_answer "$1" ;;
     doing) doing[$1]=${text#* } ;;
     verdict) verdicts[$1]=${text#* } ;;
     left) left+=("$(connection_name "$h"): $*") ;;
@@ -1242,8 +1244,8 @@ on_exit() { # process, status, pid, whether a watchdog runs, whether the others 
   local rank=${is_rank[$1]:-$1} host=${runs_on[$1]:-} text
   if (($2 > 128 && rank < num_ranks && restarts > 0 && ${#command_fds[@]} > 1)) && [[ $phase == running && $5 == no ]]; then
     # Its host has no rank in mpmd.resilient (any more, or not yet), but others may have.
-    unanswered_exits+=("$1 $2 $3 $4 ${6:-}") num_no=0
-    command_all asks
+    unanswered_exits[$1]="$1 $2 $3 $4 ${6:-}"
+    ask
     return 0
   fi
   unset "runs_on[$1]"
@@ -1313,7 +1315,7 @@ replace_host() { # index of the host, why it is lost, "yes" if its ranks are in 
   local -a lost_processes=() places=() beside=()
   for process in "${!runs_on[@]}"; do
     ((runs_on[process] == $1)) || { beside+=("$process") && continue; }
-    unset "runs_on[process]"
+    unset "runs_on[process]" "unanswered_exits[process]"
     ((${is_rank[process]:-$process} >= num_ranks)) || { lost_processes+=("$process") && continue; }
     for spare in "${!spares[@]}"; do [[ ${spares[spare]} != "$process" ]] || unset "spares[spare]"; done
   done
@@ -1402,14 +1404,20 @@ on_closed() { # host, status of ssh, srun or the local agent
   why=${transport_text[h]:-}
   [[ -n $why ]] || why="${agent_command[0]}: $(ended_text "$2")"
   if [[ $phase == running ]] && ((h > 0)); then # the coordination service is on host 0
-    unanswered[h]=$why num_no=0
-    command_all asks
+    unanswered[h]=$why
+    ask
     return 0
   fi
   end_without "$h" "$why"
 }
 
-# Handles a host's answer whether it has ranks that can continue after the loss of other hosts.
+# Asks all hosts whether they have ranks that can continue after a loss. Answers to earlier questions do not count.
+ask() {
+  question=$((question + 1)) num_no=0
+  command_all "asks $question"
+}
+
+# Handles a host's answer to the last question.
 on_answer() { # yes or no
   local h why
   [[ $1 == yes ]] || num_no=$((num_no + 1))
@@ -1583,7 +1591,7 @@ note_failures() { # seconds of the attempt
   step=${step%% *}
   [[ $step =~ ^[0-9]+$ ]] || step=
   failure="$job_status $step" # not the rank: if all fail in the same way, the first one is random
-  failure_text="$(ended_text "$job_status")${step:+ after step $step}"
+  failure_text="$(ended_text "$job_status")${step:+ at step $step}"
   [[ $failure == "${last_failure:-}" ]] && { [[ -n $step ]] || (($1 < 60)); } && num_alike=$((num_alike + 1)) || num_alike=1
   [[ -z $job_error ]] || num_alike=0
   last_failure=$failure

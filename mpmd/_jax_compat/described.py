@@ -6,7 +6,6 @@ import importlib.util
 import os
 import warnings
 from typing import Any
-from unittest import mock
 
 import jax
 from jax._src.lib import _jax
@@ -53,7 +52,7 @@ def described_gpus(config: str, num_hosts: int, devices_per_host: int) -> list[D
     try:
         return list(topologies.get_topology_desc(**wanted).devices)
     except NotImplementedError:  # without a driver, the plugin did not register itself
-        with mock.patch.dict(os.environ, {_SKIP_CHECK: "1"}):
+        with _environment(_SKIP_CHECK, "1"):
             importlib.import_module(plugin).initialize()
         return list(topologies.get_topology_desc(**wanted).devices)
 
@@ -67,3 +66,16 @@ def _is_installed(name: str) -> bool:
     with contextlib.suppress(ModuleNotFoundError):
         return importlib.util.find_spec(name) is not None
     return False
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str):
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -28,7 +28,10 @@ _SENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices of a target, in hosts. The annotated fields are options of `python -m mpmd plan`."""
+    """Devices of a target, in hosts. The annotated fields are options of `python -m mpmd plan`.
+
+    An efficiency of None is that measured for the target; attention's is at most that of products.
+    """
 
     target: Target  # the data sheet
     devices_per_host: int = 8  # the number of neighbours that reach each other by `target.link_bandwidth`

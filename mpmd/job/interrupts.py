@@ -63,7 +63,9 @@ def _is_installed() -> bool:
 
 
 def _leave_it_to_the_thread(number: int, frame: types.FrameType | None) -> None:
-    """Does nothing: the thread gets the number through the wakeup descriptor, unless an event loop has changed that."""
+    """Leaves the number to the thread, which reads it from the wakeup descriptor. If an event loop has taken that away,
+    writes it there.
+    """
     current = signal.set_wakeup_fd(_wakeup[0], warn_on_full_buffer=False)
     if current == _wakeup[0]:
         return

@@ -80,6 +80,7 @@ class Ledger:
         self._open: tuple[str, float] | None = None  # the current part of the main thread; "" is a call
         self._sums: defaultdict[str, float] = defaultdict(float)  # not written yet
         self._steps: list[int] = []
+        self._texts: list[str] = []  # of events, not written yet
         self._num_calls, self._num_waited = 0, 0
         self._num_pending, self._written_at = 0, now
         self._lock = threading.RLock()
@@ -250,8 +251,18 @@ class Ledger:
             self._at = until
 
     def _write(self, text: str = "") -> None:
-        if (not text and not self._sums) or self._file.closed or os.getpid() != self._pid:
+        """Writes the sums, and the text of an event. What a full disk does not take is written with the next ones."""
+        self._texts += [text] if text else []
+        if not (self._texts or self._sums) or self._file.closed or os.getpid() != self._pid:
             return
+        self._written_at = time.perf_counter()
+        for line in self._texts or [""]:
+            if not self._write_line(line):
+                break
+            self._texts = self._texts[1:]
+
+    def _write_line(self, text: str) -> bool:
+        """Writes a line with the sums; returns False if it cannot be written."""
         what = []
         if self._steps:
             first, last = min(self._steps), max(self._steps)
@@ -266,16 +277,18 @@ class Ledger:
             parts,
             " ".join(text.split()),
         ]
-        self._written_at = time.perf_counter()
         line = (" | ".join(fields).rstrip() + "\n").encode()
-        with contextlib.suppress(OSError):  # a full disk must not end the job: the next line has these sums, too
+        try:
             before = os.fstat(self._file.fileno()).st_size
             if self._file.write(line) < len(line):
                 self._file.truncate(before)
-                return
-            self._sums.clear()
-            self._steps.clear()
-            self._num_calls = 0
+                return False
+        except OSError:
+            return False
+        self._sums.clear()
+        self._steps.clear()
+        self._num_calls = 0
+        return True
 
 
 _ledgers: dict[str, Ledger | None] = {}  # the ledger of this process, by folder

@@ -44,7 +44,7 @@ class Pins:
         self.anchored: set[compat.Var] = set()  # results of equations that stay with their weights
         self.disputed: set[compat.Var] = set()
         self.torn = False  # whether an equation had to choose between groups
-        self.stages = stages  # of the stages between marks, if there are marks
+        self.stages = stages  # the places of the stages between marks, if there are marks
         self._order: dict[compat.Var, int] = {}
         self._after_loop = False
 

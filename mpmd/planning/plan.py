@@ -74,8 +74,8 @@ class Plan:
     tokens: int | None  # of a step, for the rate; None if not known
     unpipelined: Unpipelined  # a bound for the same step on the same devices
     picture: Picture | None  # of the longest loop; None if there is no loop
-    costs_are_measured: bool  # and not from the roofline
-    copies: CopiesPlan | None = None  # in the memory of other hosts; None if they were not asked for
+    costs_are_measured: bool  # whether the costs of tasks were measured; else they follow from the roofline
+    copies: CopiesPlan | None = None  # of the state in the memory of other hosts; None if not asked for
 
     @property
     def num_devices(self) -> int:

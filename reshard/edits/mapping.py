@@ -58,7 +58,7 @@ class Mapping:
     name: str  # in messages
     rules: tuple[MappingRule, ...]  # in order; the first rule that names a tensor or array takes it
     stack: tuple[str, ...] = ()  # nodes with numbered entries that are stacked, innermost first
-    sizes: Map[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # for each, where config.json may say it
+    sizes: Map[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # by name, where config.json may say it
     ignore: tuple[str, ...] = ()  # patterns of tensors that are left out
     architectures: tuple[str, ...] = ()  # the architectures in config.json that it is for
 

@@ -61,8 +61,12 @@ def find_by_path(folder: str | os.PathLike[str]) -> Checkpoint:
 
 def _without_links(folder: str | os.PathLike[str]) -> File:
     """Returns the absolute path of a folder without links: a link such as `latest` may be replaced while it is read."""
-    path = absolute(folder)
-    return path if "://" in str(path) else path.resolve()
+    try:
+        path = absolute(folder)
+        path.exists()
+        return path if "://" in str(path) else path.resolve()
+    except (OSError, ImportError) as error:  # it may not be read, or is too long; no library for `gs://`
+        raise ReshardError(f"{str(folder)[:200]!r}: {getattr(error, 'strerror', None) or said(error)}.") from None
 
 
 def _find(folder: File, step: int | None, item: str | None, by_path: bool) -> _Tree:

