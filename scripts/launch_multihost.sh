@@ -1239,11 +1239,11 @@ on_ready() { # host, agent, its host name, port, service
   command_all "spares ${spares[*]}"
 }
 
-# "Whether the others continue" is "no" if the ranks on the host of the process do not, and "none" if none does anywhere.
+# "Whether the others continue" is "no" if no rank of the same agent does, and "none" if no rank does.
 on_exit() { # process, status, pid, whether a watchdog runs, whether the others continue, the rank that it blames
   local rank=${is_rank[$1]:-$1} host=${runs_on[$1]:-} text
-  if (($2 > 128 && rank < num_ranks && restarts > 0 && ${#command_fds[@]} > 1)) && [[ $phase == running && $5 == no ]]; then
-    # Its host has no rank in mpmd.resilient (any more, or not yet), but others may have.
+  if (($2 > 128 && rank < num_ranks && restarts > 0 && $(num_agents) > 1)) && [[ $phase == running && $5 == no ]]; then
+    # Its agent has no rank in mpmd.resilient (any more, or not yet), but others may have.
     unanswered_exits[$1]="$1 $2 $3 $4 ${6:-}"
     ask
     return 0
@@ -1411,17 +1411,19 @@ on_closed() { # host, status of ssh, srun or the local agent
   end_without "$h" "$why"
 }
 
-# Asks all hosts whether they have ranks that can continue after a loss. Answers to earlier questions do not count.
+num_agents() { [[ $transport == slurm ]] && echo "${num_ready[0]:-0}" || echo "${#command_fds[@]}"; }
+
+# Asks all agents whether they have ranks that can continue after a loss. Answers to earlier questions do not count.
 ask() {
   question=$((question + 1)) num_no=0
   command_all "asks $question"
 }
 
-# Handles a host's answer to the last question.
+# Handles an agent's answer to the last question.
 on_answer() { # yes or no
   local h why
   [[ $1 == yes ]] || num_no=$((num_no + 1))
-  [[ $1 == yes ]] || ((num_no == ${#command_fds[@]})) || return 0
+  [[ $1 == yes ]] || ((num_no == $(num_agents))) || return 0
   for h in "${!unanswered[@]}"; do
     why=${unanswered[h]}
     unset "unanswered[h]"
@@ -1430,7 +1432,7 @@ on_answer() { # yes or no
   handle_exits "$1"
 }
 
-handle_exits() { # the answer of other hosts to what was not clear: yes, or no
+handle_exits() { # the answer of the agents to what was not clear: yes, or no
   local text
   local -a words texts=("${unanswered_exits[@]}")
   unanswered_exits=()

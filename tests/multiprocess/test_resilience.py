@@ -665,14 +665,15 @@ def allocated(environment, nodes, options: str, **more):
 @pytest.mark.slow
 @needs_nodes
 def test_under_slurm_spares_and_restarts_go_on_from_memory(environment, unbroken, nodes):
-    """Four ranks and two spares in six tasks: one is killed, one stops, a spare that came later too; one raises."""
+    """Four ranks and two spares: one is killed, one stops, a spare gets SIGTERM, another is killed; one raises."""
     wrong = {"attempt": 0, "rank": 2, "step": 7, "what": "raise"}
-    faults = [kill(0, 3, 2), kill(0, 1, 4, signal.SIGSTOP), kill(0, 4, 5), kill(0, 6, 6), wrong]
+    faults = [kill(0, 3, 2), kill(0, 1, 4, signal.SIGSTOP), kill(0, 4, 5, signal.SIGTERM), kill(0, 6, 6), wrong]
     options = "-n 3 --cpu-devices 1 --restarts 1 --spares 2 --hang-timeout 8"
     with allocated(environment, nodes, options, faults=faults) as job:
         assert job.finish(LIMIT_S) == 0, job.out + job.err
     assert (steps(job), end(job)) == unbroken("1f1b", 4)
-    assert taken(job) == [f"{text[0]}: killed by SIGKILL; spare {text[1]}" for text in ("34", "15", "36", "37")]
+    names = {"34": "KILL", "15": "KILL", "36": "TERM", "37": "KILL"}
+    assert taken(job) == [f"{key[0]}: killed by SIG{name}; spare {key[1]}" for key, name in names.items()], job.err
     assert re.search("^jax-mpmd: starts over in", job.err, re.MULTILINE)
     assert said(job)[-1] in [f"goes on after step {step}, from memory" for step in (4, 5, 6)]
 
