@@ -6,6 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+# How long tasks that are left may take to end. Ctrl-C within the loop may have lost the call that would wake one, which
+# then never ends.
+_LEFT_S = 5.0
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -39,7 +42,7 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
             for task in left:
                 task.cancel()
             if left:
-                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+                loop.run_until_complete(asyncio.wait(left, timeout=_LEFT_S))
         finally:
             asyncio.set_event_loop(None)
             vars(loop)["call_soon_threadsafe"] = _ignored  # threads of tensorstore call it whenever they are done
