@@ -135,6 +135,20 @@ def test_options_that_do_not_fit_are_refused_with_what_to_change(options, fault,
     assert capsys.readouterr().err.splitlines()[-1].partition(": error: ")[2] == fault
 
 
+def test_a_last_step_that_comes_again_is_not_saved_again_and_other_runs_are_refused(tmp_path):
+    checkpoints = train_gpt.Checkpoints(str(tmp_path), every=4, keep=2)
+    assert checkpoints.start(resume=False, steps=3) is None
+    for _ in range(2):  # after the loss of a process in the last step
+        checkpoints.save(3, {"w": jnp.ones(2)}, last=True)  # pyright: ignore[reportArgumentType]
+    checkpoints.manager.wait_until_finished()
+    assert checkpoints.start(resume=True, steps=3) == 3
+    with pytest.raises(SystemExit, match="has checkpoints up to step 3: add --resume, or give another folder"):
+        checkpoints.start(resume=False, steps=3)
+    with pytest.raises(SystemExit, match="has a checkpoint after step 3: give more --steps than 2"):
+        checkpoints.start(resume=True, steps=2)
+    checkpoints.manager.close()
+
+
 @pytest.mark.slow
 def test_the_loss_of_a_step_is_let_go_when_it_was_read(monkeypatch, capsys):
     counts, show = [], train_gpt.Progress.show

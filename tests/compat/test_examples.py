@@ -29,6 +29,21 @@ def test_an_example_trains(name, package, capsys):
 _SMALL = "--stages 2 --layers 2 --d-model 32".split()
 
 
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ("--stages 0", "--stages is 0; it must be at least 1"),
+        ("--pages -5", "--pages is -5; it must be at least 1"),
+        ("--layers 2", "--layers 2 is fewer than --stages 4; each stage needs a layer"),
+        ("--d-model 33", "--d-model 33 is not a multiple of 32"),
+    ],
+)
+def test_generate_refuses_what_cannot_be(options, fault, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module("generate").parse_args(options.split())
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f": error: {fault}")
+
+
 @pytest.mark.parametrize("trained", slow_first("before", "here"))
 def test_generate_writes_the_same_texts_one_at_a_time_and_in_flight(trained, tmp_path, capsys):
     pytest.importorskip("optax")

@@ -1,6 +1,7 @@
 """Streams in one process, where both roles are: any layout to any layout, whole versions, and clear errors."""
 
 import functools
+import json
 import re
 import secrets
 import socket
@@ -24,7 +25,7 @@ import reshard
 from mpmd.errors import ReshardError
 from mpmd.resilience import keeper
 from reshard.checkpoint import TensorFormat
-from reshard.streams import serving
+from reshard.streams import receiving, serving
 from reshard.streams.serving import FarShelf, ShelfServer
 from reshard.streams.shelf import Shelf, Shelved
 
@@ -65,6 +66,15 @@ def check_layouts(case, threshold):
 
 
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+def test_senders_that_leave_a_part_of_a_tensor_out_are_told():
+    """As where each has another sharding of its own: half of the rows are nobody's."""
+    leaf = ["w", "shared", [4], "float32", ""]
+    told = [json.dumps({"tree": None, "leaves": [leaf], "given": [[0, [0], [2]]]}) for _ in range(2)]
+    here = {"w": jax.sharding.SingleDeviceSharding(jax.devices()[0])}
+    with pytest.raises(ReshardError, match=r"no sender gives a part of tensor 0, .*: the senders' shardings differ"):
+        receiving._ReceivePlan(told, None, here, None, 1 << 20)
 
 
 @settings(relaxed, max_examples=20)

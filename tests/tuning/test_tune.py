@@ -247,8 +247,10 @@ def test_the_command_refuses_what_it_cannot_choose(tmp_path, capsys):
     assert main(["tune", where, "--groups", "2"]) == 2
     for counts in "8,x", "8,0":
         assert main(["tune", where, "--groups", "2", "--microbatches", counts]) == 2
+    assert main(["plan", where, "--groups", "2", "--memory", "1e300"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"python -m mpmd tune: {where} takes no argument num_microbatches, so it cannot be chosen here.",
         "python -m mpmd tune: --microbatches 8,x: expected numbers, as in 8,16,32.",
         "python -m mpmd tune: --microbatches 8,0: expected numbers, as in 8,16,32.",
+        "python -m mpmd plan: --memory 1e+300: expected a number above 0.",
     ]
