@@ -140,14 +140,14 @@ def build(shape: Shape, mesh: mpmd.MpmdMesh, schedule: str, num_microbatches: in
 LLAMA3_8B = Shape(layers=32, width=4096, heads=32, kv_heads=8, hidden=14336)
 
 
-def llama3_8b(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):
+def llama3_8b(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32, gathered_once: bool = False):
     """8 billion parameters, 32 layers."""
-    return build(LLAMA3_8B, mesh, schedule, num_microbatches)
+    return build(dataclasses.replace(LLAMA3_8B, gathered_once=gathered_once), mesh, schedule, num_microbatches)
 
 
 def llama3_8b_gathered_once(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):
     """The same, with parameters gathered once a step: a device holds those of its stage, and their gradients."""
-    return build(dataclasses.replace(LLAMA3_8B, gathered_once=True), mesh, schedule, num_microbatches)
+    return llama3_8b(mesh, schedule, num_microbatches, gathered_once=True)
 
 
 def llama3_8b_32k(mesh: mpmd.MpmdMesh, schedule: str = "1f1b", num_microbatches: int = 32):

@@ -101,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--schedules", metavar="A,B,…", help=f"default: {','.join(SCHEDULES)}")
     counts = ",".join(map(str, NUM_MICROBATCHES))
     tune.add_argument("--microbatches", metavar="N,M,…", default=counts, help="default: %(default)s")
+    choose = "values to try for another argument of FUNCTION, as JSON or words: gathered_once=false,true; once for each"
+    tune.add_argument("--choose", metavar="NAME=A,B,…", action="append", default=[], help=choose)
     return parser
 
 
@@ -218,14 +220,30 @@ def _tuned(options: argparse.Namespace) -> Tuning:
     names = options.schedules.split(",") if options.schedules else SCHEDULES
     _check_numbers(options, ["groups", "devices_per_group", "devices_per_host"])
     function = _loaded(options.step)
-    _check_takes(function, options.step, ["schedule", "num_microbatches"])
+    choices = dict(map(_choice, options.choose))
+    _check_takes(function, options.step, ["schedule", "num_microbatches", *choices])
     machine, mesh = _machine_and_mesh(options)
 
-    def build(schedule: Any, num_microbatches: int) -> tuple[Any, tuple]:
-        return _made(options.step, mesh, {"schedule": schedule, "num_microbatches": num_microbatches}, function)
+    def build(schedule: Any, num_microbatches: int, **chosen: Any) -> tuple[Any, tuple]:
+        wanted = {"schedule": schedule, "num_microbatches": num_microbatches, **chosen}
+        return _made(options.step, mesh, wanted, function)
 
     with _users_errors(options.step, "tracing the step of", but=(ValueError, AssertionError, JaxRuntimeError)):
-        return tuned(build, names, counts, float(machine.usable_nbytes), machine)
+        return tuned(build, names, counts, float(machine.usable_nbytes), machine, choices)
+
+
+def _choice(text: str) -> tuple[str, list[Any]]:
+    """Returns the name and the values of NAME=A,B,…"""
+    name, _, values = text.partition("=")
+    if not name.isidentifier() or not all(values.split(",")):
+        raise ValueError(f"--choose {text}: expected a name and values, as in gathered_once=false,true.")
+
+    def value(word: str) -> Any:
+        with contextlib.suppress(ValueError):
+            return json.loads(word)
+        return word
+
+    return name, [value(word) for word in values.split(",")]
 
 
 def _check_numbers(options: argparse.Namespace, counts: Iterable[str]) -> None:

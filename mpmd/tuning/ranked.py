@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 from mpmd.planning.plan import Plan
 from mpmd.tuning.predict import Prediction
@@ -20,6 +21,7 @@ class Configuration:
 
     schedule: Schedule | str  # an argument of `build`
     num_microbatches: int  # an argument of `build`
+    choices: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)  # further arguments of `build`
     cuts: tuple | None = None  # how many layers each stage gets (`Lowered.cuts`); None where marks end stages
     num_stages: int = 0  # how many stages the schedule has
     prediction: Prediction | None = None  # its time and memory; None if it cannot be built
@@ -36,6 +38,11 @@ class Configuration:
         if self.prediction is None:
             return True, True, 0.0
         return False, not self.fits, self.prediction.seconds / self.num_elements
+
+    @property
+    def chosen(self) -> str:
+        """The further arguments of `build` as text."""
+        return ", ".join(f"{name}={value}" for name, value in self.choices.items())
 
     @property
     def binds(self) -> str:
@@ -91,31 +98,37 @@ class Tuning:
         """Returns all figures, in bytes and seconds."""
         shown = [{**dataclasses.asdict(c), "schedule": str(c.schedule), "binds": c.binds} for c in self.configurations]
         answer = {"configurations": shown, "memory_limit": self.memory_limit, "basis": self.basis}
-        return json.dumps({**answer, "verdict": self.verdict}, indent=2)
+        return json.dumps({**answer, "verdict": self.verdict}, indent=2, default=str)
 
     def __str__(self) -> str:
-        rows = [["schedule", "microbatches", "layers of each stage", "step", "", "idle", "memory", "binds", "measured"]]
+        some = any(c.choices for c in self.configurations)
+        rows = [
+            ["schedule", "microbatches", *["choices"] * some, "layers of each stage", "step", "", "idle", "memory",
+             "binds", "measured"]
+        ]  # fmt: skip
         first = self.configurations[0].rank[2]
         faults: dict[str, list[str]] = {}
         for c in self.configurations:
             if (p := c.prediction) is None:
-                faults.setdefault(c.fault or "", []).append(f"{c.schedule} with {c.num_microbatches}")
+                which = f"{c.schedule} with {c.num_microbatches}" + (f" and {c.chosen}" if c.chosen else "")
+                faults.setdefault(c.fault or "", []).append(which)
                 continue
             relative = f"{c.rank[2] / first - 1:+.1%}" if first else ""
             cuts = "as marked" if c.cuts is None else ",".join(map(str, c.cuts))
             ran = "" if c.measured_s is None else in_seconds(c.measured_s)
             rows.append(
-                [str(c.schedule), str(c.num_microbatches), cuts, in_seconds(p.seconds), relative, f"{p.idle:.0%}",
-                 in_bytes(max(p.memory)), c.binds, ran]
+                [str(c.schedule), str(c.num_microbatches), *[c.chosen] * some, cuts, in_seconds(p.seconds), relative,
+                 f"{p.idle:.0%}", in_bytes(max(p.memory)), c.binds, ran]
             )  # fmt: skip
-        lines = [f"seconds {self.basis}; memory is the most of any device", *table(rows, "<><>>>><>")]
+        lines = [f"seconds {self.basis}; memory is the most of any device", *table(rows, "<>" + "<" * some + "<>>>><>")]
         lines += [f"not possible: {', '.join(which)}: {why}" for why, which in faults.items()]
         best = self.configurations[0]
         if best.prediction is not None and self.fits:
             memory = ", ".join(map(in_bytes, best.prediction.memory))
             cuts = f", cuts={best.cuts}" if best.is_cut_again else ""
             microbatches = counted(best.num_microbatches, "microbatch")
-            lines.append(f"best: {best.schedule}, {microbatches}{cuts}; memory of each group: {memory}")
+            chosen = f", {best.chosen}" if best.chosen else ""
+            lines.append(f"best: {best.schedule}, {microbatches}{chosen}{cuts}; memory of each group: {memory}")
             if cuts:
                 lines.append("its cuts follow from the measured tasks: pass them as treduce(..., cuts=...)")
         else:

@@ -1,10 +1,11 @@
-"""`mpmd.tune`: finds the schedule, microbatches and cut that make a step fastest within the memory."""
+"""`mpmd.tune`: finds the schedule, microbatches, cut and other choices that make a step fastest within the memory."""
 
 import dataclasses
+import itertools
 import operator
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpmd import _jax_compat as compat
@@ -30,13 +31,14 @@ _CALLS = 5  # measured calls
 
 @compat.api_boundary
 def tune(
-    build: Callable[[Any, int], tuple[Any, Any]],
+    build: Callable[..., tuple[Any, Any]],
     *,
     schedules: Iterable[Schedule | str] | None = None,
     num_microbatches: int | Iterable[int] | None = None,
     memory_limit: float | None = None,
+    choices: Mapping[str, Iterable[Any]] | None = None,
 ) -> Tuning:
-    """Ranks schedules, numbers of microbatches and cuts by predicted step time, within the memory of the devices.
+    """Ranks schedules, numbers of microbatches, cuts and choices by predicted step time, within the devices' memory.
 
     Each configuration is lowered and simulated; only the best few are compiled. On a `topology_mesh` everything is
     predicted. On present devices, the tasks of the best configuration are measured, and all predictions are corrected
@@ -54,13 +56,16 @@ def tune(
         needs more, split backwards compute nothing again ahead of their gradients. A real step decides this by the
         devices' own memory, so limit that memory too (on GPUs by `XLA_PYTHON_CLIENT_MEM_FRACTION`). The cut follows the
         devices' own memory even here.
+      choices: further arguments of `build`, by name, each with the values to try. `{"whole": (False, True)}` tries
+        `build(schedule, num_microbatches, whole=False)` and `whole=True`: parameters gathered in each task or once a
+        step, for example. The best configuration of each combination is compiled.
 
     Returns:
       All configurations, the best first. They are compared by the time divided by the size of a step's data.
 
     Raises:
       TypeError: `num_microbatches` has a bool, or `build` returns something else.
-      ValueError: there are no configurations to try.
+      ValueError: there are no configurations to try, or `choices` has a name without values.
       Exception: `build` or its step raises in every configuration.
 
     Example:
@@ -68,15 +73,16 @@ def tune(
       >>> print(tuning)  # doctest: +SKIP
       >>> step, args = build(tuning.best.schedule, tuning.best.num_microbatches)  # doctest: +SKIP
     """
-    return tuned(build, schedules, num_microbatches, memory_limit, None)
+    return tuned(build, schedules, num_microbatches, memory_limit, None, choices or {})
 
 
 def tuned(
-    build: Callable[[Any, int], tuple[Any, Any]],
+    build: Callable[..., tuple[Any, Any]],
     schedules: Iterable[Schedule | str] | None,
     num_microbatches: int | Iterable[int] | None,
     limit: float | None,
     machine: Machine | None,
+    choices: Mapping[str, Iterable[Any]],
 ) -> Tuning:
     """Ranks configurations like `tune`, on a machine with given constants."""
     search = _Search(build, limit, machine)
@@ -90,19 +96,28 @@ def tuned(
     for name in names:
         if isinstance(name, str):
             catalogue.find(name)  # raises for an unknown name
-    pairs = [(name, count) for name in names for count in counts]
+    values = {name: _values(name, given) for name, given in choices.items()}
+    search.choices = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+    wanted = list(itertools.product(names, counts, search.choices))
 
     def far() -> tuple[str, float]:
         done = len(search.found)
-        return f"mpmd: predicted {done} of {len(pairs)} configurations", done / len(pairs)
+        return f"mpmd: predicted {done} of {len(wanted)} configurations", done / len(wanted)
 
     with waiting(far):
-        for name, count in pairs:
-            search.add(name, count)
+        for configuration in wanted:
+            search.add(*configuration)
     if search.error is not None and all(one.traced is None for one in search.found):
         raise search.error
     search.compile_the_best()
     return search.result()
+
+
+def _values(name: str, given: Iterable[Any]) -> tuple[Any, ...]:
+    values = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else ()
+    if not values:
+        raise ValueError(f"tune: choices[{name!r}] is {given!r}. Pass the values to try: {{{name!r}: (False, True)}}.")
+    return values
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,6 +127,8 @@ class _Try:
     configuration: Configuration
     traced: Any = None  # None where it cannot be built, as `lowered` and `predictor`
     lowered: Any = None
+    scale: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The ratio of seconds to those by the roofline, by kind of task, from a compiled step with the same choices."""
     predictor: Predictor | None = None
     measured: Costs | None = None  # seconds of its tasks, if they ran
     expected: Costs | None = None  # seconds of its tasks by the measured layers of another configuration
@@ -128,16 +145,17 @@ class _Search:
 
     def __init__(self, build: Callable, limit: float | None, machine: Machine | None):
         self.build, self.limit, self.machine = build, limit, machine
+        self.choices: list[dict[str, Any]] = []
+        """The combinations of choices to try; [{}] if there are none."""
         self.found: list[_Try] = []
         self.error: Exception | None = None
         """The first error of `build` or its step that is no ValueError; raised if no configuration can be built."""
-        self.scale: dict[str, float] = {}
 
-    def add(self, schedule: Schedule | str, count: int) -> None:
+    def add(self, schedule: Schedule | str, count: int, choices: dict[str, Any]) -> None:
         """Lowers and predicts a configuration. One that cannot be cut or scheduled is kept with the reason."""
         fault = traced = None
         try:
-            made = self.build(schedule, count)
+            made = self.build(schedule, count, **choices)
             if not (isinstance(made, tuple) and len(made) == 2 and hasattr(made[0], "lower")):
                 raise TypeError(
                     f"tune: build returned {made!r:.60}, expected (step, arguments) with a step of mpmd.jit."
@@ -149,7 +167,7 @@ class _Search:
             if not isinstance(e, ValueError):
                 fault = f"{type(e).__name__}: {fault}"
                 self.error = self.error or e
-        self._add(Configuration(schedule, count, fault=fault), traced)
+        self._add(Configuration(schedule, count, choices, fault=fault), traced)
 
     def _add(self, configuration: Configuration, traced: Any) -> _Try:
         """Lowers and predicts a traced configuration."""
@@ -181,18 +199,23 @@ class _Search:
         if self.limit is not None and max(predictor.memory.values()) > self.limit:
             fits = False
             recomputed = predictor.recomputation(self.limit) or recomputed
-        prediction = predictor.predict(self.scale, one.measured or one.expected, recomputed)
+        prediction = predictor.predict(one.scale, one.measured or one.expected, recomputed)
         one.note(prediction=prediction, fits=fits, is_measured=one.measured is not None)
 
     def compile_the_best(self) -> None:
-        """Compiles the best configurations, one after the other, until the best one is already compiled."""
+        """Compiles the best configuration of each combination of choices, then the best of all, one after the other,
+        until the best one is already compiled.
+        """
         done: list[_Try] = []
-        for _ in range(_MOST_COMPILED):
-            best = min(self.found, key=lambda one: self._hope(one, done), default=None)
-            if best is None or best in done or self._hope(best, done)[:2] != (False, False):
+        for number in range(max(_MOST_COMPILED, len(self.choices))):
+            chosen = self.choices[number] if number < len(self.choices) > 1 else None
+            found = (one for one in self.found if chosen in (None, one.configuration.choices))
+            best = min(found, key=lambda one: self._hope(one, done), default=None)
+            if best is not None and best not in done and self._hope(best, done)[:2] == (False, False):
+                done.append(best)
+                self.compile(best, done)
+            elif chosen is None:
                 return
-            done.append(best)
-            self.compile(best, done)
 
     def _hope(self, one: _Try, done: Sequence[_Try]) -> tuple[bool, bool, float]:
         """Returns the rank of a configuration, if uncompiled ones need less memory than estimated."""
@@ -203,20 +226,23 @@ class _Search:
 
     def compile(self, one: _Try, done: Sequence[_Try]) -> None:
         """Compiles a configuration, for its memory by XLA, its collectives and, on present devices, the times of its
-        tasks. Corrects the predictions of the others by them, except the compiled ones in `done`.
+        tasks. Corrects the predictions of the others by them, except the compiled ones in `done`, and those with other
+        choices: these have other collectives and other programs.
         """
         predictor = one.predictor
+        alike = [other for other in self.found if other.configuration.choices == one.configuration.choices]
         assert predictor is not None and self.machine is not None
         compiled = one.lowered.compile()
+        scale = one.scale
         if self.machine.target.platform != "cpu":
             one.plan = plan_lowered(one.lowered, self.machine)
             predictor.compiled = StepCosts(compiled._programs, self.machine, shares=predictor.shares)
-            self.scale = _scale(predictor.corrections())
+            scale = _scale(predictor.corrections())
         estimated = max(predictor.memory.values())
         for group, memory in compiled.memory_analysis().items():
             predictor.memory[group] = memory["peak"]
         ratio = max(predictor.memory.values()) / max(1, estimated)
-        for other in self.found:
+        for other in alike:
             if other.predictor is not None and other not in done:
                 other.predictor.correct_memory(ratio)
         if not predictor.mesh.is_described and predictor.outline.loops:
@@ -227,33 +253,37 @@ class _Search:
             for task, s in durations:
                 seconds[task.kind, task.stage].append(s)
             # Medians, as in the measured costs, because predictions from both are compared.
-            self.scale = _scale(
+            scale = _scale(
                 (kind, statistics.median(found), predictor.task_s(number, stage, kind))
                 for (kind, stage), found in seconds.items()
             )
             one.note(measured_s=statistics.median(compiled._seconds_of_calls(_CALLS)))
             self._cut_again(one)
         for other in self.found:
-            self.predict(other)
+            if other.configuration.choices == one.configuration.choices:
+                other.scale = scale
+                self.predict(other)
 
     def _cut_again(self, one: _Try) -> None:
-        """Predicts all configurations by the measured layers of one; adds configurations with better cuts."""
+        """Predicts the configurations with the same choices by the measured layers of one; adds better cuts."""
         if one.measured is None or (units := one.units or units_of(one.lowered)) is None:
             return
         units = measured_units(one.lowered, units, one.measured)
         own = {
             n: x.lowered
             for n, x in enumerate(self.found)
-            if x.lowered is not None and (x.units or units_of(x.lowered)) is not None
+            if x.lowered is not None
+            and x.configuration.choices == one.configuration.choices
+            and (x.units or units_of(x.lowered)) is not None
         }
         for again in list(recuts(units, self.found.index(one), own, self.limit)):
             base = self.found[again.number]
             if base.measured is None:
                 base.expected = again.own
-            wanted = base.configuration.schedule, base.configuration.num_microbatches, again.cuts
-            known = [(c.schedule, c.num_microbatches, c.cuts) for c in (x.configuration for x in self.found)]
-            if again.cuts is not None and wanted not in known:
-                added = self._add(Configuration(*wanted[:2], is_cut_again=True), with_cuts(base.traced, again.cuts))
+            chosen = base.configuration.schedule, base.configuration.num_microbatches, base.configuration.choices
+            known = [(c.schedule, c.num_microbatches, c.choices, c.cuts) for c in (x.configuration for x in self.found)]
+            if again.cuts is not None and (*chosen, again.cuts) not in known:
+                added = self._add(Configuration(*chosen, is_cut_again=True), with_cuts(base.traced, again.cuts))
                 added.units, added.expected = units, again.costs
 
     def result(self) -> Tuning:

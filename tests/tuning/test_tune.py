@@ -230,6 +230,33 @@ def test_a_reason_is_a_sentence():
     )
 
 
+def test_choices_are_tried_in_each_combination_and_the_best_of_each_is_measured(build):
+    def chosen(schedule, num_microbatches, *, scale, kind):
+        if kind == "impossible":
+            raise ValueError("no such kind")
+        step, (params, rows) = build(schedule, num_microbatches)
+        wide = jax.ShapeDtypeStruct((num_microbatches, scale * rows.shape[1], WIDTH), rows.dtype)
+        return step, (params, wide)
+
+    choices = {"scale": (1, 4), "kind": ["usual", "impossible"]}
+    tuning = mpmd.tune(chosen, schedules=["gpipe", "1f1b"], num_microbatches=8, choices=choices)
+    own = [c for c in tuning.configurations if not c.is_cut_again]
+    assert len(own) == 8 and {c.chosen for c in own if c.fault is None} == {
+        "scale=1, kind=usual",
+        "scale=4, kind=usual",
+    }
+    assert {c.choices["scale"] for c in own if c.is_measured} == {1, 4}  # each by programs of its own
+    best = tuning.best
+    assert chosen(best.schedule, best.num_microbatches, **best.choices)
+    table = str(tuning).splitlines()
+    assert table[1].split()[:3] == ["schedule", "microbatches", "choices"]
+    assert f", {best.chosen}" in next(line for line in table if line.startswith("best: "))
+    assert "not possible: gpipe with 8 and scale=1, kind=impossible, " in str(tuning)
+    assert json.loads(tuning.as_json())["configurations"][0]["choices"] == best.choices
+    with pytest.raises(ValueError, match=r"tune: choices\['scale'\] is 4\. Pass the values to try: \{'scale': \("):
+        mpmd.tune(chosen, choices={"scale": 4})
+
+
 def test_mistakes_are_named(build):
     with pytest.raises(ValueError, match="unknown schedule 'zigzag'"):
         mpmd.tune(build, schedules="zigzag", num_microbatches=8)
@@ -247,10 +274,16 @@ def test_the_command_refuses_what_it_cannot_choose(tmp_path, capsys):
     assert main(["tune", where, "--groups", "2"]) == 2
     for counts in "8,x", "8,0":
         assert main(["tune", where, "--groups", "2", "--microbatches", counts]) == 2
+    for choice in "x", "x=", "x=1,,2":
+        assert main(["tune", where, "--groups", "2", "--choose", choice]) == 2
     assert main(["plan", where, "--groups", "2", "--memory", "1e300"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"python -m mpmd tune: {where} takes no argument num_microbatches, so it cannot be chosen here.",
         "python -m mpmd tune: --microbatches 8,x: expected numbers, as in 8,16,32.",
         "python -m mpmd tune: --microbatches 8,0: expected numbers, as in 8,16,32.",
+        *(
+            f"python -m mpmd tune: --choose {text}: expected a name and values, as in gathered_once=false,true."
+            for text in ("x", "x=", "x=1,,2")
+        ),
         "python -m mpmd plan: --memory 1e+300: expected a number above 0.",
     ]
