@@ -225,7 +225,9 @@ def _on_host(source: Any, job: Job | None) -> Any:
 
 def _fault_of_source(source: object, job: Job | None) -> str | None:
     if isinstance(source, np.ndarray):
-        known = source.dtype == bool or (jnp.issubdtype(source.dtype, np.number) and source.dtype.char not in "gG")
+        known = source.dtype == bool or (
+            jnp.issubdtype(source.dtype, np.number) and source.dtype.type not in (np.longdouble, np.clongdouble)
+        )
         return None if known else f"has the dtype {source.dtype}, which JAX has no arrays of"
     if not isinstance(source, jax.Array) or not hasattr(source, "is_deleted"):
         return f"is a {type(source).__name__}, not an array"

@@ -16,6 +16,7 @@ from mpmd.resilience.keeper import Version
 # A keeper has this long to answer, or to take the next bytes. A stopped keeper holds up the copies for this time.
 _LIMIT_S = 20.0
 _CHUNK = 4 << 20
+_MOST_MAPS = 8
 _FRESH_BYTES_PER_S = 2e8  # the lowest speed at which the kernel clears memory
 
 
@@ -126,6 +127,8 @@ class Connection:
             status = os.fstat(fds[0])
             key = status.st_dev, status.st_ino
             if key not in self._maps:
+                if len(self._maps) >= _MOST_MAPS:  # the keeper may have given the memory of older ones back
+                    del self._maps[next(iter(self._maps))]
                 self._maps[key] = np.frombuffer(mmap.mmap(fds[0], max(1, nbytes)), np.uint8, nbytes)
             return self._maps[key]
         finally:

@@ -278,7 +278,7 @@ def _check_is_array(name: str, x: object) -> None:
         raise TypeError(f"mpmd.jit: {name} is a masked array, which JAX has none of. Pass {name}.filled(value).")
     if not isinstance(x, (np.ndarray, np.generic)) or x.dtype == jax.dtypes.float0:
         return
-    of_numpy_alone = x.dtype.kind in "OSUMm" or x.dtype.char in "gG" or not x.dtype.isnative  # g, G: of 80 bits
+    of_numpy_alone = x.dtype.kind in "OSUMm" or x.dtype.type in (np.longdouble, np.clongdouble) or not x.dtype.isnative
     if of_numpy_alone or x.dtype.fields is not None:
         raise TypeError(
             f"mpmd.jit: {name} is a numpy array of dtype {x.dtype}, which JAX has no arrays of.\n"

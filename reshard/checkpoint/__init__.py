@@ -24,12 +24,12 @@ from reshard.checkpoint.commit import Working
 from reshard.checkpoint.failures import failure_of
 from reshard.checkpoint.matching import Part, check_fit, leaves_by_name, requests_of, tree_path
 from reshard.checkpoint.meeting import meetings
-from reshard.checkpoint.reading import IN_FLIGHT_NBYTES, read_parts
+from reshard.checkpoint.reading import read_parts
 from reshard.checkpoint.requests import abstract
 from reshard.checkpoint.tensors import TensorFormat, as_wanted, save_tensors
 from reshard.edits.mapping import Mapping
 from reshard.sizes import threshold_nbytes
-from reshard.storage.arrays import Reads
+from reshard.storage.arrays import IN_FLIGHT_NBYTES, Reads
 from reshard.storage.finder import find_by_path
 from reshard.storage.stored import absolute, check_target
 from scheduler.base.texts import a, human

@@ -4,7 +4,7 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path as File
 
-from reshard.checkpoint.meeting import heard
+from reshard.checkpoint.meeting import heard, meetings
 from reshard.storage.stored import said
 
 _CASES = (
@@ -41,6 +41,6 @@ def failure_of(error: BaseException, folder: File | str) -> OSError:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+    while error is not None and error is not meetings.handled:
         yield error
         error = error.__cause__ or error.__context__

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import itertools
 import json
+import sys
 import threading
 import time
 import zlib
@@ -118,6 +119,7 @@ class Meetings:
     def __init__(self):
         # Not thread-local: tasks of an event loop, and the threads that they use, are in the call that began them.
         self._here: ContextVar[tuple[SharedCall | None, bool]] = ContextVar("meetings", default=(None, False))
+        self._handled: ContextVar[BaseException | None] = ContextVar("handled", default=None)
 
     @property
     def call(self) -> SharedCall | None:
@@ -129,12 +131,19 @@ class Meetings:
         """Whether this thread or task continues a call that has returned."""
         return self._here.get()[1]
 
+    @property
+    def handled(self) -> BaseException | None:
+        """The error that the caller handled when the call began: no error of the call, although it is their context."""
+        return self._handled.get()
+
     @contextlib.contextmanager
     def together(
         self, what: str, ranks: set[int] | None = None, about: Mapping[str, str] = MappingProxyType({})
     ) -> Iterator[None]:
         """Wraps a call of all `ranks`: an error in one is raised where the others wait. A nested call is part of it."""
-        with ledger.during(ledger.CHECKPOINT):
+        with contextlib.ExitStack() as ending:
+            ending.callback(self._handled.reset, self._handled.set(sys.exc_info()[1]))
+            ending.enter_context(ledger.during(ledger.CHECKPOINT))
             if self.call is not None or jax.process_count() == 1:
                 yield
                 return
@@ -211,12 +220,15 @@ class Meetings:
         """Waits for a text that another process writes once under a key of the store.
 
         Raises:
+            OSError: the other process cannot save; the error that it passed to `tell`.
             RankLostError: a process was lost, perhaps that one.
             TimeoutError: the text does not come in time.
         """
         end, wait = time.monotonic() + timeout_s, KeyWait(store(), _SLICE_S)
         while (said := wait.value(key)) is None:
             joining.check()
+            if self.call is not None:
+                self._raise_if_told(self.call)
             if time.monotonic() > end:
                 raise TimeoutError(f"save: another process has not said {key} after {timeout_s} s")
         return said

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from mpmd.job import joining
 from reshard._orbax_compat import Store, around, future, in_v1, multihost, optional
 from reshard.checkpoint.failures import known_failure
 from reshard.checkpoint.meeting import as_told, meetings, said_of
+from reshard.storage.stored import UNFINISHED
 
 # Checkpointers that may be saving in the background.
 _saving: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -42,6 +44,7 @@ def register() -> None:
         _is_made_together(kind, "save")
     _is_made_together(ocp.CheckpointManager, "__init__")
     around(ocp.CheckpointManager, "save")(_save_or_end)
+    around(ocp.CheckpointManager, "_finalize")(_finish_or_end)
     joining.when_lost(_give_up, _read_again)
     logging.getLogger("absl").addFilter(_is_no_loss)
     _end_barriers()
@@ -141,19 +144,42 @@ def _known(error: BaseException) -> BaseException:
     return error
 
 
-def _save_or_end(save: Callable[..., bool], self: ocp.CheckpointManager, *args: object, **kwargs: object) -> bool:
+def _save_or_end(save: Callable[..., bool], self: ocp.CheckpointManager, *args: Any, **kwargs: Any) -> bool:
     """Saves. After a failure, ends the thread that was to finish the save; else the next save would raise its error."""
-    before = set(self.all_steps())
     try:
         return save(self, *args, **kwargs)
     except Exception:
         with contextlib.suppress(Exception):
             getattr(self._checkpointer, "wait_until_finished", int)()
-        # The failed step is no longer listed, nor marked as being saved.
         with contextlib.suppress(AttributeError):
-            self._checkpoints.delete_if(lambda info: info.step not in before)
             self._save_progress_tracker._value = False
+        _list_again(self, args[0] if args else kwargs["step"])
         raise
+
+
+def _finish_or_end(finish: Callable[..., None], self: ocp.CheckpointManager, step: int, *args: Any) -> None:
+    """Finishes a save, often in the background. After a failure, lists again the steps that exist."""
+    try:
+        finish(self, step, *args)
+    except Exception:
+        _list_again(self, step)
+        raise
+
+
+def _list_again(manager: Any, failed: int) -> None:
+    """Reads again which steps exist, and removes what a failed save has left in the first process's folder.
+
+    Before a save has succeeded, Orbax takes the steps that it would replace off its list: it would neither restore nor
+    remove them any more.
+    """
+    with contextlib.suppress(Exception):
+        manager.reload()
+        if failed not in manager.all_steps() and ocp.utils.is_primary_host(
+            manager._multiprocessing_options.primary_host
+        ):
+            name = manager._get_write_step_directory(failed, manager.directory).name
+            for left in manager.directory.glob(f"{name}{UNFINISHED}*"):
+                shutil.rmtree(str(left), ignore_errors=True)
 
 
 def _end_barriers() -> None:

@@ -15,11 +15,10 @@ from mpmd.errors import ReshardError
 from reshard._orbax_compat import RANDOM_KEY_IMPL
 from reshard.checkpoint.requests import LocalRequest, Request, in_storage, index_text
 from reshard.storage import checksums, event_loops, stored
-from reshard.storage.arrays import ByteLimit, Reads, StoredArray, plan_reads
+from reshard.storage.arrays import IN_FLIGHT_NBYTES, ByteLimit, Reads, StoredArray, plan_reads
 from reshard.storage.paths import dotted
 from reshard.storage.stored import Checkpoint, Leaf
 
-IN_FLIGHT_NBYTES = 256 << 20
 _INDEX_NBYTES = 100 << 20
 
 
@@ -112,7 +111,8 @@ class _Reader:
         boxes = [in_storage(box, target.request.index) for target in targets for box in target.boxes.values()]
         most = (self._limit.nbytes or IN_FLIGHT_NBYTES) // array.dtype.itemsize
         # Reads are rounded out to whole boxes with checksums, except where that would be too much.
-        rounded = [(checksums.rounded_out(box, sums), box, wanted) for box, wanted in plan_reads(boxes, array.chunk)]
+        joined = plan_reads(boxes, array.chunk, most)
+        rounded = [(checksums.rounded_out(box, sums), box, wanted) for box, wanted in joined]
         reads = [(more if more.size <= most else box, wanted) for more, box, wanted in rounded]
         self._reads.expect(sum(box.nbytes(array.dtype.itemsize) for box, _ in reads))
         await stored.all_of([read(box, wanted) for box, wanted in reads])

@@ -179,7 +179,7 @@ class LocalRequest:
             place = in_storage(part, self.request.index)
             if place not in wanted:
                 continue
-            view = data[place.relative_to(box).slices].reshape(part.shape)
+            view = data[(*place.relative_to(box).slices, ...)].reshape(part.shape)
             if self.dtype is not None and view.dtype != self.dtype:
                 view = view.astype(self.dtype)
             keeps = is_own and view.size == data.size  # otherwise it would keep the whole array in memory

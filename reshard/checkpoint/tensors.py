@@ -87,7 +87,7 @@ class TensorFormat:
         file_size: the largest size of a file.
 
     Raises:
-        ReshardError: `dtype` is no dtype, or `file_size` no number of bytes.
+        ReshardError: `dtype` is no floating-point dtype, or `file_size` no number of bytes.
     """
 
     mapping: str | File | Mapping | None = None
@@ -97,7 +97,8 @@ class TensorFormat:
 
     def __post_init__(self) -> None:
         try:
-            jnp.dtype(self.dtype)
+            if self.dtype is not None and not jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating):
+                raise TypeError(f"{jnp.dtype(self.dtype)} is no floating-point dtype; other arrays are not cast")
             nbytes_of(self.file_size)
         except (TypeError, ValueError) as error:
             raise ReshardError(f"TensorFormat: {error}") from None

@@ -16,7 +16,7 @@ from mpmd.arrays.boxes import Box, device_boxes
 from mpmd.arrays.shards import Device
 from mpmd.errors import ReshardError
 from reshard.conversion.layout_file import LayoutRule, TargetLayout
-from reshard.storage.arrays import plan_reads
+from reshard.storage.arrays import IN_FLIGHT_NBYTES, plan_reads
 from reshard.storage.paths import matches, show
 from reshard.storage.stored import Checkpoint, Leaf
 from reshard.trees import fault_of_sharding
@@ -224,7 +224,8 @@ def _read(leaf: Leaf, wanted: Iterable[tuple[Device, Box]], processes: dict[int,
     for index, boxes in by_process.items():
         seen = list(boxes)
         needed = sum(p.nbytes(leaf.itemsize) for i, box in enumerate(seen) for p in box.without(seen[:i]))
-        read = sum(leaf.cells_nbytes(box) for box, _ in plan_reads(boxes, leaf.read_chunk))
+        joined = plan_reads(boxes, leaf.read_chunk, IN_FLIGHT_NBYTES // leaf.itemsize)
+        read = sum(leaf.cells_nbytes(box) for box, _ in joined)
         processes[index].needed_bytes += needed
         processes[index].read_bytes += read
         reads.needed_bytes += needed

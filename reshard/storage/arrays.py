@@ -14,6 +14,7 @@ import tensorstore as ts
 
 from mpmd.arrays.boxes import Box
 
+IN_FLIGHT_NBYTES = 256 << 20  # are read at a time, if nothing else is said
 _LEAST_MAPPED = 1 << 20
 
 
@@ -61,25 +62,27 @@ class Reads:
             self.nbytes_expected += nbytes
 
 
-def plan_reads(wanted: Iterable[Box], chunk_shape: tuple[int, ...]) -> list[tuple[Box, tuple[Box, ...]]]:
+def plan_reads(wanted: Iterable[Box], chunk_shape: tuple[int, ...], most: int) -> list[tuple[Box, tuple[Box, ...]]]:
     """Returns the boxes that one process reads, each with the wanted boxes inside it.
 
     A stored array is cut into chunks, and a chunk is read as a whole. So boxes that share chunks are joined, if reading
     them together needs no more memory than one by one: each chunk is read once for each process, not once for each of
-    its devices.
+    its devices. Joined boxes have at most `most` elements, or those of the largest box.
     """
+    wanted = list(wanted)
+    most = max([most, *(box.size for box in wanted)])
     reads: list[tuple[Box, tuple[Box, ...]]] = []
     for box in dict.fromkeys(box for box in wanted if box.size):
         inside = (box,)
-        while (other := next((read for read in reads if _joinable(read[0], box, chunk_shape)), None)) is not None:
+        while (other := next((read for read in reads if _joinable(read[0], box, chunk_shape, most)), None)) is not None:
             reads.remove(other)
             box, inside = Box.bounding((other[0], box)), other[1] + inside
         reads.append((box, inside))
     return reads
 
 
-def _joinable(a: Box, b: Box, chunk_shape: tuple[int, ...]) -> bool:
-    fits = Box.bounding((a, b)).size <= a.size + b.size
+def _joinable(a: Box, b: Box, chunk_shape: tuple[int, ...], most: int) -> bool:
+    fits = Box.bounding((a, b)).size <= min(most, a.size + b.size)
     return fits and bool((a.aligned(chunk_shape) & b.aligned(chunk_shape)).size)
 
 
@@ -109,6 +112,18 @@ class ByteLimit:
             async with self._changed:
                 self._held -= nbytes
                 self._changed.notify_all()
+
+
+class HeldArray:
+    """An array whose file has been read as a whole."""
+
+    def __init__(self, data: np.ndarray, name: str, reads: Reads):
+        self._data, self._name, self._reads = data, name, reads
+        self.shape, self.dtype, self.chunk = data.shape, data.dtype, data.shape
+
+    async def read(self, box: Box) -> np.ndarray:
+        self._reads.add(self._name, box.nbytes(self.dtype.itemsize))
+        return self._data[(*box.slices, ...)]
 
 
 class ZarrArray:

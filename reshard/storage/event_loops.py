@@ -1,6 +1,7 @@
 """Ends event loops without complaints from storage that is still working on them."""
 
 import asyncio
+import contextvars
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     if not _is_running():
         return _run(coroutine)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_run, coroutine).result()
+        return pool.submit(contextvars.copy_context().run, _run, coroutine).result()
 
 
 def _is_running() -> bool:

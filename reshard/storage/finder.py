@@ -1,7 +1,9 @@
 """Finds a checkpoint: a folder that Orbax wrote, a step or item of a `CheckpointManager`, or a Hugging Face folder."""
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path as File
 
 from mpmd.errors import ReshardError
@@ -30,16 +32,12 @@ def find(folder: str | os.PathLike[str], step: int | None = None, item: str | No
         ReshardError: the folder is none of these, is unfinished, or its metadata cannot be read; names the folder.
     """
     path = _without_links(folder)
-    if is_folder(path):
-        if step is not None or item is not None:
-            raise ReshardError(f"{path} holds safetensors: it has neither steps nor items.")
-        return open_folder(path)
-    try:
+    with _readable(path):
+        if is_folder(path):
+            if step is not None or item is not None:
+                raise ReshardError(f"{path} holds safetensors: it has neither steps nor items.")
+            return open_folder(path)
         return open_tree(*_find(path, step, item, by_path=False))
-    except ReshardError:
-        raise
-    except OSError as error:
-        raise ReshardError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
 
 
 def find_by_path(folder: str | os.PathLike[str]) -> Checkpoint:
@@ -50,13 +48,24 @@ def find_by_path(folder: str | os.PathLike[str]) -> Checkpoint:
         ReshardError: its metadata cannot be read.
     """
     path = _without_links(folder)
-    if is_folder(path):
-        return open_folder(path)
-    found = _find(path, None, None, by_path=True)
+    with _readable(path):
+        if is_folder(path):
+            return open_folder(path)
+        found = _find(path, None, None, by_path=True)
+        try:
+            return open_tree(*found)
+        except ReshardError as error:
+            raise ReshardError(f"the checkpoint at {found[0]} is damaged: {said(error)}") from error
+
+
+@contextlib.contextmanager
+def _readable(path: File) -> Iterator[None]:
     try:
-        return open_tree(*found)
-    except (ReshardError, OSError) as error:
-        raise ReshardError(f"the checkpoint at {found[0]} is damaged: {said(error)}") from error
+        yield
+    except ReshardError:
+        raise
+    except OSError as error:
+        raise ReshardError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
 
 
 def _without_links(folder: str | os.PathLike[str]) -> File:
@@ -65,7 +74,8 @@ def _without_links(folder: str | os.PathLike[str]) -> File:
         path = absolute(folder)
         path.exists()
         return path if "://" in str(path) else path.resolve()
-    except (OSError, ImportError) as error:  # it may not be read, or is too long; no library for `gs://`
+    except (OSError, RuntimeError, ValueError, ImportError) as error:
+        # It may not be read, is too long, a link to itself or no name; no library for `gs://`.
         raise ReshardError(f"{str(folder)[:200]!r}: {getattr(error, 'strerror', None) or said(error)}.") from None
 
 

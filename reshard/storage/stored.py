@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.storage import event_loops
-from reshard.storage.arrays import Reads, StoredArray, ZarrArray
+from reshard.storage.arrays import HeldArray, Reads, StoredArray, ZarrArray
 from reshard.storage.paths import Key, Path, dotted, show
 from scheduler.base.files import parse_json, read_text
 from scheduler.base.texts import type_text
@@ -35,6 +35,7 @@ T = TypeVar("T")
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 EMPTY_TYPES = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}
 METADATA = "_METADATA"
+_AGGREGATE = "checkpoint"  # a file
 UNFINISHED = ".orbax-checkpoint-tmp"
 _OPEN_AT_ONCE = 256
 _INDEX_NBYTES = 8 << 20
@@ -48,7 +49,8 @@ class Leaf:
     """One leaf as it is stored. A leaf that is no array (empty container, None, text) has only a path and a type.
 
     `chunk` is the least of it that is read at once, `extra` is Orbax's entry for it (the kind of a PRNG key). A leaf in
-    plain files, `files`, is read by its bytes: `chunk` is then only a suggestion for how to cut it.
+    plain files, `files`, is read by its bytes: `chunk` is then only a suggestion for how to cut it. An aggregated leaf
+    lies with others in one file of msgpack, as older releases of Orbax and Flax wrote them.
     """
 
     path: Path
@@ -58,6 +60,7 @@ class Leaf:
     chunk: tuple[int, ...] = ()
     extra: str | None = None
     files: tuple[str, ...] = ()
+    is_aggregated: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,6 +139,25 @@ class Checkpoint:
     def _texts(self) -> Mapping[str, str]:
         return _read_json(self.folder / "_strings.json")
 
+    @functools.cached_property
+    def _aggregated(self) -> dict[Path, Any]:
+        leaves = [leaf for leaf in self.leaves if leaf.is_aggregated]
+        if not leaves:
+            return {}
+        from orbax.checkpoint import msgpack_utils  # takes a second to import, and few checkpoints need it
+
+        file = self.folder / _AGGREGATE
+        try:
+            tree, found = msgpack_utils.msgpack_restore(file.read_bytes()), {}
+            for leaf in leaves:
+                found[leaf.path] = tree
+                for key in leaf.path:
+                    inside = found[leaf.path]
+                    found[leaf.path] = inside[int(key.name)] if isinstance(inside, (list, tuple)) else inside[key.name]
+        except Exception as error:  # msgpack raises many kinds of errors
+            raise ReshardError(f"{file} does not hold the values of this checkpoint: {said(error)}.") from None
+        return found
+
     def spec(self, path: Path) -> dict[str, Any]:
         """Returns the spec with which tensorstore opens one array, only for reading."""
         root = f"{self.folder}/" if "://" in str(self.folder) else f"file://{quote(str(self.folder))}/"
@@ -155,11 +177,15 @@ class Checkpoint:
 
     async def array(self, path: Path, context: ts.Context, reads: Reads) -> StoredArray:
         """Opens one array; its reads are counted."""
+        if path in self._aggregated:
+            return HeldArray(np.asarray(self._aggregated[path]), show(path), reads)
         opened = await ts.open(self.spec(path), read=True, open=True, context=context)
         return ZarrArray(opened, show(path), reads)
 
     def text(self, path: Path) -> str:
         """Returns the value of a leaf that is text. Raises a ReshardError if it cannot be read."""
+        if path in self._aggregated:
+            return str(self._aggregated[path])
         try:
             return self._texts[dotted(path)]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -181,6 +207,11 @@ def check_target(what: str, folder: File) -> None:
             f"{what}: {folder} has {' and '.join(found)} in it, which Orbax takes for a pattern: it would not find what"
             " it has written. Give another path."
         )
+    if "://" in str(folder):
+        try:
+            folder.exists()
+        except ImportError as error:
+            raise ReshardError(f"{what}: {folder} needs another package: {said(error)}.") from None
 
 
 def absolute(path: str | os.PathLike[str]) -> File:
@@ -213,7 +244,7 @@ def open_tree(
     ocdbt = metadata.get("use_ocdbt")
     if ocdbt is None:
         ocdbt = has_manifest
-    if ocdbt and not has_manifest and any(leaf.is_array for leaf in leaves):
+    if ocdbt and not has_manifest and any(leaf.is_array and not leaf.is_aggregated for leaf in leaves):
         raise ReshardError(f"{folder} has metadata but no data: manifest.ocdbt is missing, so it is unfinished.")
     fill_missing = not metadata.get("store_array_data_equal_to_fill_value", False)
     kind = "zarr3" if metadata.get("use_zarr3") else "zarr"
@@ -256,7 +287,8 @@ def _leaf(entry: Any) -> Leaf:
     value_type = entry["value_metadata"]["value_type"]
     if value_type not in (*ARRAY_TYPES, *EMPTY_TYPES, "string"):
         raise ValueError(f"{show(path)} is of type {value_type!r}, which is no array, number, text or empty container")
-    return Leaf(path, value_type)
+    aggregated = value_type not in EMPTY_TYPES and bool(entry["value_metadata"].get("skip_deserialize"))
+    return Leaf(path, value_type, is_aggregated=aggregated)
 
 
 def extras(folder: File) -> dict[str, str]:
@@ -268,7 +300,7 @@ def extras(folder: File) -> dict[str, str]:
                 one = entry["array_metadata"]
                 if one.get("ext_metadata"):
                     found[one["param_name"]] = json.dumps(one["ext_metadata"], sort_keys=True)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ReshardError(f"{file} is not the array metadata of an Orbax checkpoint: {said(error)}.") from None
     return found
 

@@ -1,11 +1,11 @@
 """Writes a Hugging Face folder piece by piece: full-size files first, then any box by any process, the index last."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path as File
 from typing import Self
@@ -46,11 +46,16 @@ class TensorFiles:
     beside: File | None = None
 
     def finish(self, folder: File) -> None:
-        """Completes the folder: adds the other files of `beside`, then the index. Raises an OSError if that fails."""
+        """Completes the folder: adds the other files of `beside`, then the index.
+
+        Raises:
+            OSError: the folder cannot be written.
+            ReshardError: a file of `beside` cannot be read.
+        """
         if self.beside is not None:
             for file in self.beside.iterdir():  # configuration, tokenizer, licence
                 if file.is_file() and not _WEIGHTS.fullmatch(file.name):
-                    shutil.copyfile(file, folder / file.name)
+                    (folder / file.name).write_bytes(_content(file))
         if len(self.files) > 1:
             where = {tensor.name: file for file, (_, tensors) in self.files.items() for tensor in tensors}
             all_tensors = [tensor for _, tensors in self.files.values() for tensor in tensors]
@@ -61,6 +66,15 @@ class TensorFiles:
                 file.write(json.dumps(index, indent=2) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
+
+
+def _content(file: File) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ReshardError(
+            f"{file}, which belongs to the folder's other files, cannot be read: {error.strerror}."
+        ) from None
 
 
 class TensorWriter:
@@ -90,12 +104,11 @@ class TensorWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Closes the files. If the block has not failed, first makes them survive a crash of the machine."""
-        for descriptor in self._descriptors:
-            try:
-                if kind is None:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        with contextlib.ExitStack() as closing:
+            for descriptor in self._descriptors:
+                closing.callback(os.close, descriptor)
+            for descriptor in self._descriptors if kind is None else ():
+                os.fsync(descriptor)
 
 
 def plan_folder(arrays: Iterable[Leaf], target: TensorTarget) -> TensorFiles:

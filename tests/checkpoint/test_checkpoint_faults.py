@@ -1,6 +1,7 @@
 """What goes wrong leaves the last finished checkpoint as it was, and is said with the path."""
 
 import asyncio
+import dataclasses
 import errno
 import json
 import os
@@ -14,18 +15,21 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 from layouts import check_equal, mesh_of, place, place_all, random_values, shardings_for
+from orbax.checkpoint import msgpack_utils
 from processes import READ_ONLY, environment, finish, run, start
 from samples import slow_first
 
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
+from reshard.__main__ import main
 from reshard.checkpoint import Part, TensorFormat, leaf_handler, restore, save
-from reshard.storage import finder
+from reshard.storage import finder, tensor_files
 
 MESH = mesh_of(4)
 
@@ -432,24 +436,29 @@ if sys.argv[2] == "full":
 """
 
 
+def run_on_mount(tmp_path, options, script, *arguments):
+    """Runs a script with a file system of its own, of these options."""
+    (tmp_path / "mount").mkdir()
+    (tmp_path / "script.py").write_text(script)
+    mount = f"mount -t tmpfs -o {options} tmpfs {tmp_path / 'mount'}"
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*inside, mount], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a file system of their own")
+    command = " ".join([mount, "&&", sys.executable, str(tmp_path / "script.py"), str(tmp_path / "mount"), *arguments])
+    done = subprocess.run(
+        [*inside, command], env=environment(), text=True, capture_output=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "name", "arrays"),
     [("size=2m", "full", "groups"), ("ro", "read-only", "groups"), ("size=2m", "full", "host")],
 )
 def test_a_target_that_takes_nothing_more_is_named_and_what_was_there_stays(tmp_path, options, name, arrays):
-    (tmp_path / "mount").mkdir()
-    script = tmp_path / "script.py"
-    script.write_text(FULL)
-    mount = f"mount -t tmpfs -o {options} tmpfs {tmp_path / 'mount'}"
-    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    if not shutil.which("unshare") or subprocess.run([*inside, mount], capture_output=True, check=False).returncode:
-        pytest.skip("this machine lets nobody mount a file system of their own")
-    command = f"{mount} && {sys.executable} {script} {tmp_path / 'mount'} {name} {arrays}"
-    done = subprocess.run(
-        [*inside, command], env=environment(), text=True, capture_output=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_on_mount(tmp_path, options, FULL, name, arrays)
     assert "Exception ignored" not in done.stderr
     assert "Event loop is closed" not in done.stderr
     lines = done.stdout.splitlines()
@@ -459,6 +468,39 @@ def test_a_target_that_takes_nothing_more_is_named_and_what_was_there_stays(tmp_
     }[name]
     unchanged = "nothing was saved, and what was saved before is untouched"
     assert lines == [f"[Errno {code}] save: {what}; {unchanged}: '{tmp_path / 'mount' / 'state'}'", *left]
+
+
+MANAGED = """
+import sys, jax, numpy as np, orbax.checkpoint as ocp
+from pathlib import Path
+import mpmd, reshard.checkpoint
+folder = Path(sys.argv[1]) / "run"
+sharding = mpmd.MpmdSharding(mpmd.MpmdMesh(jax.make_mesh((1,), ("s",)), "s"), 0)
+large = np.random.default_rng(0).normal(size=(1 << 21)).astype(np.float32)
+small, large = {"w": np.arange(1000.0)}, {"w": mpmd.MpmdArray([jax.device_put(large)], sharding)}
+names = lambda: sorted(p.name for p in folder.iterdir())
+with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager:
+    manager.save(1, args=ocp.args.StandardSave(small))
+    manager.wait_until_finished()
+    manager.save(2, args=ocp.args.StandardSave(large))
+    try:
+        manager.wait_until_finished()
+    except OSError as error:
+        print(error.strerror)
+    print(manager.all_steps(), manager.latest_step(), names())
+    print(manager.restore(1, args=ocp.args.StandardRestore(small))["w"].sum())
+    for step in 3, 4:
+        manager.save(step, args=ocp.args.StandardSave(small))
+    manager.wait_until_finished()
+    print(manager.all_steps(), names())
+"""
+
+
+@pytest.mark.slow
+def test_after_a_save_in_the_background_that_failed_the_last_good_step_is_listed_and_nothing_is_left_behind(tmp_path):
+    lines = run_on_mount(tmp_path, "size=4m", MANAGED).stdout.splitlines()
+    assert lines[0].startswith("save: the disk is full")
+    assert lines[1:] == ["[1] 1 ['1']", "499500.0", "[4] ['4']"]
 
 
 @pytest.mark.slow
@@ -567,6 +609,13 @@ def test_what_cannot_be_a_path_or_a_format_is_named_and_nothing_is_made(tmp_path
         save(tmp_path / "step", {"w": 2**70})
     with pytest.raises(ReshardError, match=r"TensorFormat: .*'foo'"):
         TensorFormat(dtype="foo")
+    with pytest.raises(ReshardError, match="TensorFormat: int8 is no floating-point dtype; other arrays are not cast"):
+        TensorFormat(dtype="int8")
+    (tmp_path / "round").symlink_to("round")
+    for path in "round", "a\0b":
+        with pytest.raises(ReshardError, match=r"(?i)symlink loop|null"):
+            restore(tmp_path / path, tree)
+    (tmp_path / "round").unlink()
     with pytest.raises(ReshardError, match="TensorFormat: 'much' is no number of bytes"):
         TensorFormat(file_size="much")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link"]
@@ -581,6 +630,77 @@ def test_a_link_that_is_replaced_while_its_folder_is_read_mixes_no_versions(tmp_
     after.symlink_to("2")
     after.replace(latest)
     assert [checkpoint.folder for checkpoint in found] == [tmp_path.resolve() / "1"] * 2
+
+
+def test_a_save_in_the_handler_of_another_ones_error_has_its_own_reason(tmp_path):
+    (tmp_path / "file").write_text("")
+    try:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        with pytest.raises(NotADirectoryError):
+            save(tmp_path / "file" / "step", {"w": np.arange(3)})
+
+
+def test_files_are_closed_although_one_cannot_be_brought_to_the_disk(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tree = {str(i): np.zeros(1000, np.float32) for i in range(5)}
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="the disk is full"):
+        patched.setattr(os, "fsync", fail)
+        save(tmp_path / "folder", tree, tensors=TensorFormat(file_size=4000))
+    assert len(os.listdir("/proc/self/fd")) == before and not list(tmp_path.iterdir())
+
+
+def test_a_file_beside_the_weights_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").mkdir()  # is skipped: no file
+    tokenizer = tmp_path / "model" / "tokenizer.json"
+    tokenizer.write_text("{}")
+    plan = tensor_files.plan_files([("w", np.dtype(np.float32), (3,))])
+    (tmp_path / "out").mkdir()
+    dataclasses.replace(plan, beside=tmp_path / "model").finish(tmp_path / "out")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["tokenizer.json"]
+    with pytest.raises(ReshardError, match=r"nothing.json, .*cannot be read: No such file"):
+        tensor_files._content(tmp_path / "nothing.json")
+
+
+def test_scalars_come_back_as_arrays_that_can_be_saved_again(tmp_path):
+    save(tmp_path / "one", {"done": jnp.array(False), "step": jnp.int32(3)})
+    like = {"done": jax.ShapeDtypeStruct((), bool), "step": jax.ShapeDtypeStruct((), np.int32)}
+    found = restore(tmp_path / "one", like)
+    assert all(type(x) is np.ndarray and x.shape == () for x in found.values()), found
+    save(tmp_path / "two", found)
+    assert restore(tmp_path / "two", {"done": True, "step": 0}) == {"done": False, "step": 3}
+
+
+def test_leaves_that_older_releases_put_into_one_file_are_read(tmp_path):
+    """As `SaveArgs(aggregate=True)` of Orbax 0.5 and `save_checkpoint` of Flax wrote them."""
+    tree = {"a": np.arange(4, dtype=np.float32), "layers": [{"w": np.ones((2, 3), jnp.bfloat16)}], "n": 3, "s": "text"}
+    keys = {("a",): "jax.Array", ("layers", 0, "w"): "np.ndarray", ("n",): "scalar", ("s",): "string"}
+    entries = {
+        str(path): {
+            "key_metadata": [{"key": str(k), "key_type": 1 if isinstance(k, int) else 2} for k in path],
+            "value_metadata": {"value_type": kind, "skip_deserialize": True},
+        }
+        for path, kind in keys.items()
+    }
+    folder = tmp_path / "checkpoint_5"
+    folder.mkdir()
+    (folder / "_METADATA").write_text(json.dumps({"tree_metadata": entries, "use_zarr3": False}))
+    (folder / "checkpoint").write_bytes(msgpack_utils.msgpack_serialize(tree))
+    found = restore(folder, tree)
+    np.testing.assert_array_equal(found["a"], tree["a"])
+    assert found["layers"][0]["w"].dtype == jnp.bfloat16 and (found["n"], found["s"]) == (3, "text")
+    place = jax.sharding.NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), P("x"))
+    part = Part("a", (), jax.ShapeDtypeStruct((4,), np.float32, sharding=place))
+    np.testing.assert_array_equal(restore(folder, {"b": part}, partial=True)["b"], tree["a"])
+    assert main(["convert", str(folder), str(tmp_path / "new"), "--verify"]) == 0
+    np.testing.assert_array_equal(restore(tmp_path / "new", tree)["a"], tree["a"])
+    (folder / "checkpoint").write_bytes(b"x")
+    with pytest.raises(ReshardError, match="checkpoint does not hold the values of this checkpoint"):
+        restore(folder, tree)
 
 
 @pytest.mark.parametrize("tensors", [None, TensorFormat()])
