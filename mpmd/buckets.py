@@ -42,6 +42,7 @@ from mpmd.tracing.arguments import CallArguments, Hint, leaf_type
 from scheduler import Free, Instruction, Program, Recv, Run, Send
 from scheduler.base.bounded import BoundedDict
 from scheduler.base.collector import without_collection
+from scheduler.base.texts import counted
 from scheduler.programs.fewer import begins_with
 from scheduler.schedules.graph import graph_of, with_graph
 from scheduler.task import Orders
@@ -68,6 +69,11 @@ class MicrobatchList:
     def of(cls, path: lists.Path, given: list, explicit: Set[str]) -> "MicrobatchList":
         """Reads a list; `explicit` are the Explicit axes of the groups' meshes."""
         permutation = given.order if isinstance(given, Reordered) else None
+        if permutation is not None and len(permutation) != len(given):
+            raise ValueError(
+                f"Reordered: the list has {counted(len(given), 'microbatch')}, but its order is {permutation}: it was"
+                " changed after it was made. Make a new one."
+            )
         items = given if permutation is None else [given[i] for i in permutation]
         found = list(lists.elements(items))
         leaves = [xs for xs, _ in found]

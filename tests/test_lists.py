@@ -368,6 +368,90 @@ def test_a_schedule_says_which_numbers_it_is_not_for():
         pipelined(step.params(), microbatches((2, 3, 2, 3, 2)))
 
 
+def listed(function, operation=mpmd.Add):
+    def step(w, xs):
+        return mpmd.treduce(functools.partial(function, w), xs, schedule="1f1b", operation=operation)
+
+    return step
+
+
+def assert_alike(step, w, *lists):
+    """Calls a pipelined step and a plain one over several lists, which run by the plan of the first."""
+    pipelined, plain = mpmd.jit(step, mpmd_mesh=groups(2)), jax.jit(step)
+    for xs in lists:
+        got, want = pipelined(w, xs), plain(w, xs)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), got, want)
+
+
+def rows_of(*numbers):
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(n, WIDTH)).astype(np.float32) for n in numbers]
+
+
+def two_stages(w, x):
+    return jnp.mean((mpmd.mark_stage_end(jnp.tanh(x @ w[0])) @ w[1]) ** 2)
+
+
+WEIGHTS = np.random.default_rng(1).normal(size=(3, WIDTH, WIDTH)).astype(np.float32) / 3
+
+
+@pytest.mark.parametrize("operation", slow_first(mpmd.Add, mpmd.Mean))
+def test_outputs_of_a_jitted_function_that_no_microbatch_changes_count_each_of_them(operation):
+    """Seen from outside, all outputs of the jitted function depend on the microbatch."""
+
+    @jax.jit
+    def told(w, x):
+        rows = x.shape[0]
+        return two_stages(w, x), jnp.int32(1), 1e-3 * jnp.sum(w[2] ** 2), jnp.int32(rows), jnp.full((2,), rows)
+
+    def gradients(w, x):
+        """The third weight is regularized, and nothing else."""
+        return jax.grad(jax.jit(lambda w: two_stages(w, x) + jnp.sum(w[2] ** 2)))(list(w))
+
+    alike = rows_of(3, 3), rows_of(3, 3, 3, 3), rows_of(3)
+    assert_alike(listed(gradients, operation), WEIGHTS, *alike)
+    assert_alike(listed(told, operation), WEIGHTS, *alike, rows_of(3, 2), rows_of(2, 2, 1))
+
+
+def test_masks_of_stacked_parameters_are_applied_to_the_layers_that_they_belong_to():
+    mask = np.random.default_rng(2).random(WEIGHTS.shape).astype(np.float32)
+
+    def value(w, x):
+        w = w * mask
+        x = mpmd.mark_stage_end(jnp.tanh(x @ w[0]))
+        return ((jnp.tanh(x @ w[0]) @ w[1]) ** 2).mean()  # the first layer is in both stages
+
+    assert_alike(listed(lambda w, x: jax.value_and_grad(value)(w, x)), WEIGHTS, rows_of(2, 3, 2))
+
+
+def test_microbatches_are_not_cut_by_layers():
+    def kept(w, x):
+        """Stochastic depth: each microbatch says which layers it skips."""
+
+        def layer(h, given):
+            weights, keep = given
+            return mpmd.mark_layer_end(h + jnp.tanh(h @ weights) * keep), None
+
+        return (jax.lax.scan(layer, x["rows"], (w, x["keep"]))[0] ** 2).mean()
+
+    def contracted(w, x):
+        h = mpmd.mark_stage_end(x @ (2 * w[0]) + w[0][0])
+        return ((h + w[0][1]) ** 2).mean()
+
+    keep = np.float32([[1, 0, 1, 1], [0, 1, 1, 0], [1, 1, 1, 1]])
+    xs = [{"rows": x, "keep": k} for x, k in zip(rows_of(2, 3, 2), keep, strict=True)]
+    four = np.concatenate([WEIGHTS, WEIGHTS[:1]])
+    assert_alike(listed(lambda w, x: jax.value_and_grad(kept)(w, x)), four, xs)
+    assert_alike(listed(lambda w, x: jax.value_and_grad(contracted)(w, x)), WEIGHTS, rows_of(2, 3, 2))
+
+
+def test_an_order_that_does_not_fit_its_list_any_more_is_refused():
+    xs = mpmd.Reordered(rows_of(2, 3, 2), [2, 1, 0])
+    xs.append(rows_of(2)[0])
+    with pytest.raises(ValueError, match=r"the list has 4 microbatches, but its order is \(2, 1, 0\)"):
+        mpmd.jit(listed(two_stages), mpmd_mesh=groups(2))(WEIGHTS, xs)
+
+
 def fault(function, xs, **options):
     def step(w, xs):
         return mpmd.treduce(lambda x: function(w, x), xs, "1f1b", **options)

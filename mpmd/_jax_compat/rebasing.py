@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src import core
 from jax._src.effects import JaxprInputEffect
@@ -102,12 +103,13 @@ class _Rebase:
 
     def var(self, v: Var | Literal) -> Var | Literal:
         if isinstance(v, Literal):
-            # A constant with a type carries the mesh under which it was made. A kernel may index by its constants: they
-            # stay numbers.
+            # A constant with a type carries the mesh under which it was made. A kernel may index by its constants, and
+            # asks whether they are Python's integers; other numbers need their type.
             value = v.val
             if hasattr(value, "aval") and isinstance(v.aval.dtype, np.dtype):
                 value = np.asarray(value, v.aval.dtype)
-                value = value.item() if self.is_in_kernel and not value.ndim else value
+                if self.is_in_kernel and not value.ndim:
+                    value = value.item() if value.dtype == jax.dtypes.canonicalize_dtype(np.int64) else value[()]
             return Literal(value, self.aval(v.aval))
         if v not in self.vars:
             aval = self.aval(v.aval)

@@ -16,6 +16,7 @@ from mpmd.cutting.pieces import Rows, join_rows_p, pieces_of, split_rows_p
 from mpmd.cutting.rewrite_rows import Cut, Rewriter, WholeStack
 from mpmd.cutting.sliced_stacks import sliced_stacks
 from mpmd.cutting.spread import Spread
+from mpmd.ops import lists
 from mpmd.ops.treduce import treduce_p
 from mpmd.pytrees import TreeDef
 from mpmd.tracing.arguments import Hint
@@ -73,6 +74,7 @@ def split_rows(
     if not any(in_rows) and not any(out_rows) and not _has_pieces(jaxpr):
         return SplitStep(trace, trace, ins, outs)
     spread = Spread()
+    spread.uncut.update(arguments[i] for i in lists.leaves_of_one(trace.in_tree))
     state = [(arguments[i], jaxpr.outvars[j]) for j, i in enumerate(match_state(trace)) if i is not None]
     spread.run(jaxpr.eqns, state)  # the scans first: what the user says of other arrays must not change their layers
     for v, rows in [*zip(arguments, in_rows, strict=True), *zip(jaxpr.outvars, out_rows, strict=True)]:

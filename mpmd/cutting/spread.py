@@ -48,11 +48,18 @@ class Spread:
         self.chopped: dict[int, Rows] = {}  # the cut of each `scan` (by its id) that is done as several shorter ones
         self._kept: list[object] = []  # keeps equations alive: ids are unique only among live objects
         self._factors: dict[int, list[Factor]] = {}
+        self.uncut: set[Atom] = set()
+        """Values that stay whole: a microbatch of a list is no array when a call cuts its arguments."""
         self._has_grown = False
 
     def add(self, atom: Atom, rows: Rows | None) -> None:
         """Cuts a variable, unless it is cut already or cannot be."""
-        if rows is None or isinstance(atom, (compat.Literal, compat.DropVar)) or atom in self.rows:
+        if (
+            rows is None
+            or isinstance(atom, (compat.Literal, compat.DropVar))
+            or atom in self.rows
+            or atom in self.uncut
+        ):
             return
         if rows.fits(atom.aval):
             self.rows[atom] = rows
@@ -112,6 +119,8 @@ class Spread:
 
     def _by_reshape(self, eqn: compat.JaxprEqn) -> None:
         """Cuts layers through a reshape that merges their axis with another one, as Muon merges layers and experts."""
+        if eqn.params["dimensions"] is not None:  # order="F"
+            return
         for v, other in itertools.permutations((eqn.invars[0], eqn.outvars[0])):
             if (rows := self.of(v)) is not None:
                 self.add(other, rows.reshaped(v.aval.shape, other.aval.shape))
@@ -148,7 +157,10 @@ class Spread:
     def _open(self, eqn: compat.JaxprEqn) -> Opened:
         if id(eqn) not in self.opened:
             self._kept.append(eqn)
-            self.opened[id(eqn)] = _LINKS[eqn.primitive.name](eqn)
+            opened = self.opened[id(eqn)] = _LINKS[eqn.primitive.name](eqn)
+            if eqn.primitive is treduce_p:
+                inner = zip(eqn.invars, opened.inner[0].invars, strict=False)
+                self.uncut.update(x for v, x in inner if isinstance(v, compat.Var) and v in self.uncut)
         return self.opened[id(eqn)]
 
     def _inside(self, opened: Opened) -> None:

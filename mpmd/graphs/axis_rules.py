@@ -270,11 +270,18 @@ def _keys(eqn: compat.JaxprEqn) -> Factors:
         yield Factor((a,), (a,))
 
 
+def _of_threefry(rule: Rule) -> Rule:
+    """The rule for keys of the kind threefry. Of other kinds (`rbg`), JAX draws the numbers of a batch of keys from the
+    first key, so a piece of the batch has other numbers.
+    """
+    return lambda eqn: rule(eqn) if eqn.invars[0].aval.dtype == jax.random.key_dtype("threefry2x32") else iter(())
+
+
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
 clz complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq erf erf_inv erfc exp exp2 expm1
 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg
-nextafter not one_minus_square optimization_barrier or place polygamma polynomial population_count pow random_fold_in
+nextafter not one_minus_square optimization_barrier or place polygamma polynomial population_count pow
 random_seed real reduce_precision rem reshard round rsqrt select_n shift_left shift_right_arithmetic
 shift_right_logical sharding_constraint sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 to_edtype
 from_edtype xor zeta pvary
@@ -282,7 +289,9 @@ from_edtype xor zeta pvary
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
-    **dict.fromkeys(("random_bits", "random_split", "random_wrap", "random_unwrap"), _keys),
+    **dict.fromkeys(("random_wrap", "random_unwrap"), _keys),
+    **dict.fromkeys(("random_bits", "random_split"), _of_threefry(_keys)),
+    "random_fold_in": _of_threefry(_elementwise),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along_other_axes("axis")),
     **dict.fromkeys(("cholesky", "eigh", "qr", "svd", "lu", "triangular_solve", "schur", "eig"), _leading(own=2)),
     **dict.fromkeys(("householder_product", "geqrf"), _leading(own=2)),

@@ -200,6 +200,13 @@ def numbers(tree: TreeDef) -> set[int]:
     return {x.number for x in parts if isinstance(x, Microbatches)}
 
 
+def leaves_of_one(tree: TreeDef) -> set[int]:
+    """Returns the positions of the leaves that stand for a microbatch of a list, among the leaves of the arguments."""
+    found = jax.tree.unflatten(tree, range(tree.num_leaves))
+    parts = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, Microbatches))
+    return {i for x in parts if isinstance(x, Microbatches) for i in jax.tree.leaves(x.one)}
+
+
 def path_of(xs: list, tree: PyTree) -> Path | None:
     """Returns the path of a list in a pytree, found by identity."""
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is xs)

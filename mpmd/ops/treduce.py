@@ -333,12 +333,7 @@ def _varying(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
     """Returns a loop's body in which each output depends on the index. An output that is the same for all microbatches
     of one shape, such as their number of tokens, may differ for another shape.
     """
-    (index,) = body.jaxpr.invars
-    moving = {index}
-    for eqn in body.jaxpr.eqns:
-        if not moving.isdisjoint(v for v in eqn.invars if isinstance(v, compat.Var)):
-            moving.update(eqn.outvars)
-    still = [isinstance(v, compat.Literal) or v not in moving for v in body.jaxpr.outvars]
+    still = [not moves for moves in _moving(body.jaxpr, [True])]
     if not any(still):
         return body
 
@@ -347,6 +342,26 @@ def _varying(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
         return [_whole(jnp.asarray(x), index) if fixed else x for x, fixed in zip(outs, still, strict=True)]
 
     return jax.make_jaxpr(varying)(jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here()))
+
+
+def _moving(jaxpr: compat.Jaxpr, given: Sequence[bool]) -> list[bool]:
+    """Returns which results depend on the inputs that are `given`; through calls, since these are inlined later."""
+    moving = {v for v, moves in zip(jaxpr.invars, given, strict=True) if moves}
+
+    def moves(v: compat.Var | compat.Literal) -> bool:
+        return isinstance(v, compat.Var) and v in moving
+
+    for eqn in jaxpr.eqns:
+        ins = list(map(moves, eqn.invars))
+        called = compat.called_jaxpr(eqn)
+        if called is not None:
+            outs = _moving(called.jaxpr, ins)
+        elif eqn.primitive.name == "optimization_barrier":
+            outs = ins
+        else:
+            outs = [any(ins)] * len(eqn.outvars)
+        moving.update(v for v, moved in zip(eqn.outvars, outs, strict=True) if moved)
+    return list(map(moves, jaxpr.outvars))
 
 
 def _updated(operations: Sequence[Operation], accs: Sequence[jax.Array], outs: Sequence[jax.Array], index: Any) -> list:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,7 +21,15 @@ from mpmd.graphs import equations
 from mpmd.graphs.body import Body, Node, Place
 from mpmd.graphs.linearity import linear_in
 from mpmd.graphs.scheduled_loop import ScheduledLoop
-from mpmd.ops.reductions import Add, Concat, Mean, Operation, explicit_sharding, result_types
+from mpmd.ops.reductions import (
+    Add,
+    Concat,
+    Mean,
+    Operation,
+    dtype_of_sum,
+    explicit_sharding,
+    result_types,
+)
 from mpmd.partition.joint_outputs import Joins
 from mpmd.tracing.folding import integer_of
 from mpmd.tracing.new_equations import Atom, Equations, copy_equations, trace_equations, trace_operation
@@ -113,10 +121,15 @@ class _Outputs:
         """Reduces one output."""
         n = self.num_microbatches
         source = self.body.source_in_loop(value)
-        if source is None and value is not self.body.index:
+        if source is None and value is not self.body.index and self._of_a_list:
+            # Calls with lists of other lengths run by this plan, so it is counted in the loop.
+            value = self._append(Place(self._last_stage, "F"), lax.copy_p.bind, value)
+        elif source is None and value is not self.body.index:
             self.after += _same_every_time(self.body, value, operation, n, result)
             return
-        parts = self._summands(value) if type(operation) in (Add, Mean) else []
+        # A mean adds small integers in larger ones, where a sum that the user wrote wraps around.
+        wraps = type(operation) is Mean and dtype_of_sum(value.aval.dtype) != value.aval.dtype
+        parts = self._summands(value) if type(operation) in (Add, Mean) and not wraps else []
         if not parts:
             if self._joins and (join := self._joins.of(value, operation, n)):
                 kept, operands, fun = join
@@ -183,6 +196,8 @@ class _Outputs:
 # A gradient that an equation reads, and the step from it to the result; None: the gradient itself is a summand.
 _Step = tuple[Atom, _Linear | None]
 _Steps = dict[tuple[Node, int], list[_Step] | None]
+_Visit = tuple[Atom, tuple[_Linear, ...], Place | None]
+_VISITS = 4  # for each node of the body, the most on the way to the summands of one output
 
 
 def _leaves(
@@ -196,6 +211,8 @@ def _leaves(
     A summand belongs to the stage of the first equation on it alone: the gradient of a shared bias is reduced in the
     bias's stage, though the reduced value comes from the next stage. If another equation comes first, the summand
     belongs to the stage of the mark that the value passed, if that stage reads the value anyway.
+
+    A value may be reached in as many ways as there are paths through the equations. A sum of too many is not cut.
     """
     leaves: list[_Summand | None] = []
 
@@ -208,16 +225,17 @@ def _leaves(
             return None
         return place if any(r and r is not node and r.place == place for r in readers[v]) else None
 
-    def walk(v: Atom, chain: tuple[_Linear, ...], first: bool, place: Place | None) -> None:
+    def visit(v: Atom, chain: tuple[_Linear, ...], place: Place | None) -> Iterator[_Visit]:
+        """Adds a summand, or yields what to visit in its stead."""
         node = body.source_in_loop(v)
-        is_shared = len(readers[v]) > 1 and not first
+        is_shared = len(readers[v]) > 1 and v is not value
         if node is None or not node.place or (is_shared and not only_in_steps(v)):
             add(v, chain, node and node.place and (place or node.place))
         elif (found := steps_of(node, node.eqn.outvars.index(v))) is not None:
             for x, step in found:
                 reduces = x.aval.size > v.aval.size and not node.eqn.primitive.multiple_results
                 nearer = node.place if reduces and len(found) == 1 and step is not None else arrived(node, x)
-                walk(x, chain if step is None else (step, *chain), False, nearer)
+                yield x, chain if step is None else (step, *chain), nearer
         else:
             add(v, chain, place or node.place)
 
@@ -227,7 +245,7 @@ def _leaves(
         return steps[node, result]
 
     def waits(reader: Node | None, v: Atom) -> bool | None:
-        """Returns whether a reader that `walk` passes is a step that waits; None for other readers."""
+        """Returns whether a reader that `visit` passes is a step that waits; None for other readers."""
         found = steps_of(reader, 0) if reader else None
         if found is None:
             return None
@@ -237,7 +255,13 @@ def _leaves(
         found = [waits(reader, v) for reader in readers[v]]
         return None not in found and any(found)
 
-    walk(value, (), True, None)
+    ahead: list[_Visit] = [(value, (), None)]
+    for _ in range(_VISITS * len(body.nodes)):
+        if not ahead:
+            break
+        ahead += reversed(list(visit(*ahead.pop())))
+    else:
+        return None
     found = [leaf for leaf in leaves if leaf is not None]
     return found if len(found) == len(leaves) else None
 
@@ -269,7 +293,10 @@ def _linear_steps(body: Body, eqn: compat.JaxprEqn, result: int, of_a_list: bool
     operands = tuple(equations.variables(v for i, v in enumerate(eqn.invars) if i not in summands))
     if name == "cumsum" or (operands and name in ("dynamic_slice", "gather")):
         return None  # after the loop, a cumsum rounds differently, and the others would slice a larger accumulator
-    waits = bool(operands) or name not in _WITHIN
+    has_array = any(
+        isinstance(v, compat.Literal) and v.aval.shape for i, v in enumerate(eqn.invars) if i not in summands
+    )
+    waits = bool(operands) or has_array or name not in _WITHIN
     if of_a_list and waits and not _is_of_any_shape(eqn):
         return None
 
@@ -394,4 +421,5 @@ def _named(found: Equations, atoms: Sequence[Atom], result: compat.Var) -> list[
     eqns, (out,) = found
     if isinstance(out, compat.Literal) or out in atoms:
         return [*eqns, *copy_equations(out).named([result])]
+    assert out.aval.shape == result.aval.shape, f"{out.aval} for {result.aval}"
     return Equations(eqns, [out]).named([result])

@@ -61,6 +61,9 @@ def as_early_as_possible(placed: Placed) -> Levels:
     for i, item in enumerate(step.items):
         if isinstance(item, Loop):
             floor = max([floor, *(_ready(made[v], g) for v, groups in item.needs().items() for g in groups)]) + 1
+            if any(compat.is_ordered(eqn) for task in item.partition.tasks for eqn in task.eqns):
+                floor = max(floor, last_effect + 1)
+                last_effect = floor + 1
             loops[i] = floor
             for acc in item.partition.accumulators:
                 made[acc.result] = {item.group(acc.place): floor + 1}

@@ -92,6 +92,7 @@ def full_equations(result: compat.Var, value: float) -> list[compat.JaxprEqn]:
 def copy_equations(atom: Atom) -> Equations:
     """Returns the equations that copy a variable or a literal."""
     if isinstance(atom, compat.Literal):
-        constant = np.asarray(atom.val, atom.aval.dtype)
+        is_array = not jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.extended)
+        constant = np.asarray(atom.val, atom.aval.dtype) if is_array else atom.val
         return trace_equations(lambda: jax.lax.copy_p.bind(constant))
     return trace_equations(jax.lax.copy_p.bind, atom)

@@ -26,6 +26,7 @@ from mpmd.job import joining
 from reshard._orbax_compat import Store, around, future, in_v1, multihost, optional
 from reshard.checkpoint.failures import known_failure
 from reshard.checkpoint.meeting import as_told, meetings, said_of
+from reshard.storage.finder import step_of
 from reshard.storage.stored import UNFINISHED
 
 # Checkpointers that may be saving in the background.
@@ -174,11 +175,9 @@ def _list_again(manager: Any, failed: int) -> None:
     """
     with contextlib.suppress(Exception):
         manager.reload()
-        if failed not in manager.all_steps() and ocp.utils.is_primary_host(
-            manager._multiprocessing_options.primary_host
-        ):
-            name = manager._get_write_step_directory(failed, manager.directory).name
-            for left in manager.directory.glob(f"{name}{UNFINISHED}*"):
+        is_first = manager._multiprocessing_options.primary_host in (None, jax.process_index())
+        for left in manager.directory.glob(f"*{UNFINISHED}*") if is_first else ():
+            if step_of(left.name.partition(UNFINISHED)[0]) == failed:
                 shutil.rmtree(str(left), ignore_errors=True)
 
 

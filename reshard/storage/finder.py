@@ -91,8 +91,7 @@ def _find(folder: File, step: int | None, item: str | None, by_path: bool) -> _T
     if is_tree or items:
         if step is not None:
             raise ReshardError(f"{folder} is one checkpoint, not a manager's folder: it has no step {step}.")
-        named = None if is_tree else _STEP.fullmatch(folder.name)
-        return _step(folder, item, int(named[1]) if named else None, by_path)
+        return _step(folder, item, None if is_tree else step_of(folder.name), by_path)
     if not (found := steps(folder)):
         raise MissingCheckpoint(missing_weights(folder) or f"{folder} is not a checkpoint: {_what_it_is(folder)}")
     if step is None:
@@ -147,10 +146,16 @@ def steps(folder: File) -> dict[int, File]:
     """Returns the steps in a `CheckpointManager`'s folder, by their names."""
     found = {}
     for entry in folder.iterdir():
-        named = _STEP.fullmatch(entry.name)
-        if named and entry.is_dir() and ((entry / METADATA).is_file() or _items(entry)):
-            found[int(named[1])] = entry
+        step = step_of(entry.name)
+        if step is not None and entry.is_dir() and ((entry / METADATA).is_file() or _items(entry)):
+            found[step] = entry
     return found
+
+
+def step_of(name: str) -> int | None:
+    """Returns the step whose folder has this name; None for other names."""
+    named = _STEP.fullmatch(name)
+    return int(named[1]) if named else None
 
 
 def _step(folder: File, item: str | None, step: int | None, by_path: bool) -> _Tree:

@@ -271,3 +271,27 @@ def test_a_ref_inside_of_a_loop_trains_as_under_jit_and_one_of_its_surroundings_
     ):
         with pytest.raises(error, match=f"^mpmd.jit: {text}.*\n  Pass what it holds"):
             call()
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "int32", "uint32", "bool"]
+)
+def test_constants_in_a_kernel_have_their_types(dtype):
+    def doubled(x_ref, out_ref):
+        x = x_ref[...]
+        out_ref[...] = x ^ True if dtype == "bool" else x * 2
+
+    def step(x):
+        return pl.pallas_call(doubled, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
+    x = jnp.ones((2, 4), dtype)
+    np.testing.assert_array_equal(np.asarray(mpmd.jit(step, mpmd_mesh=mesh)(x)), np.asarray(jax.jit(step)(x)))
+
+
+def test_a_key_that_an_inner_function_captured_is_returned():
+    key = jax.random.key(3)
+    inner = jax.jit(lambda: key)
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
+    found, _ = mpmd.jit(lambda x: (inner(), x + 1), mpmd_mesh=mesh)(jnp.ones(3))
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(key))

@@ -163,6 +163,32 @@ def test_a_debug_print_in_each_stage_prints_each_microbatch_once(schedule, capfd
     np.testing.assert_allclose(numbers(printed), numbers(sorted(capfd.readouterr().out.splitlines())), rtol=1e-4)
 
 
+@pytest.mark.parametrize("at_end", [True, False])
+def test_ordered_callbacks_around_a_loop_run_on_their_side_of_it(at_end):
+    seen = []
+
+    def tell(name, *values):
+        jax.debug.callback(lambda *_: seen.append(name), *values, ordered=True)
+
+    def step(w, xs):
+        def value(x):
+            h = jnp.tanh(x @ w[0])
+            tell("in")
+            return jnp.mean((mpmd.mark_stage_end(h) @ w[1]) ** 2)
+
+        if not at_end:
+            tell("before", w[1].sum())  # which is in the other group
+        found = mpmd.treduce(value, xs, schedule="1f1b")
+        if at_end:
+            tell("after")
+        return found
+
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
+    jax.block_until_ready(mpmd.jit(step, mpmd_mesh=mesh)([jnp.eye(4)] * 2, jnp.ones((3, 2, 4))))
+    jax.effects_barrier()
+    assert seen == (["in"] * 3 + ["after"] if at_end else ["before"] + ["in"] * 3)
+
+
 def test_a_gradient_may_be_printed_on_its_way_to_its_sum():
     def step(w, xs):
         def descent(x):

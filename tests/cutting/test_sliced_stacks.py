@@ -216,3 +216,17 @@ def test_no_rows_of_a_stack_are_none():
     got, want = mpmd.jit(step, mpmd_mesh=mesh)(w, xs), jax.jit(step)(w, xs)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
     assert float(got[1]) == 0 and got[2].shape == (0, 4, 4)
+
+
+def test_columns_of_a_matrix_that_two_stages_unstack_are_those_of_plain_jax():
+    def value(w, x):
+        a = jnp.unstack(w, axis=1)
+        return ((mpmd.mark_stage_end(x * a[0] + a[1]) * a[2] + a[3]) ** 2).mean()
+
+    def step(w, xs):
+        return mpmd.treduce(lambda x: jax.value_and_grad(value)(w, x), xs, schedule="1f1b")
+
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
+    args = normal(jax.random.key(0), WIDTH, 4), normal(jax.random.key(1), 4, 2, WIDTH)
+    got, want = mpmd.jit(step, mpmd_mesh=mesh)(*args), jax.jit(step)(*args)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got, want)

@@ -139,3 +139,26 @@ def test_a_scan_keeps_no_value_that_its_backward_can_make_of_others():
     assert kept(less) < 4 + 4 + 1 + 0.5 < 16 < kept(whole)
     for x, y in zip(*(jax.jit(compat.jaxpr_as_fun(c))(*args) for c in (whole, less)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3)
+
+
+def _scanned(w, x):
+    x, _ = lax.scan(lambda x, w: (mpmd.mark_layer_end(jnp.tanh(x @ w)), None), x, w)
+    return (x**2).mean()
+
+
+def test_what_is_done_to_a_cut_stack_in_another_order_of_its_elements_or_keys_is_as_written():
+    """Reshapes in Fortran's order; random numbers of a batch of keys, which of some kinds depend on the whole batch."""
+
+    def step(w, xs):
+        g = mpmd.treduce(lambda x: jax.grad(_scanned)(w, x), xs, schedule="1f1b")
+        noise = {
+            impl: g
+            + jax.vmap(lambda k: jax.random.normal(k, (8, 8)))(jax.random.split(jax.random.key(0, impl=impl), 4))
+            for impl in ("threefry2x32", "rbg", "unsafe_rbg")
+        }
+        return g.reshape(4, 64, order="F"), g.ravel(order="F"), g.reshape(4, 64), noise
+
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
+    args = normal(jax.random.key(0), 4, 8, 8), normal(jax.random.key(1), 4, 2, 8)
+    got, want = mpmd.jit(step, mpmd_mesh=mesh)(*args), jax.jit(step)(*args)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6), got, want)

@@ -62,3 +62,42 @@ def test_the_index_of_an_output_that_no_microbatch_changes_is_an_int32():
         return mpmd.treduce(fun, xs, schedule=scheduler.OneFOneB(2), operation=(mpmd.Add, Indexed()))
 
     assert pipelined(step, jnp.ones(3), jnp.ones((6, 3)))[1].tolist() == [1500, 1500]
+
+
+def test_means_of_sums_of_small_integers_wrap_as_they_are_written():
+    def counts(w, x):
+        grads = jax.grad(lambda w: jnp.mean((mpmd.mark_stage_end(jnp.tanh(x @ w[0])) @ w[1]) ** 2))(w)
+        few = [(g > 0.0).sum().astype(jnp.uint8) for g in grads]
+        return few[1] - few[0], jnp.uint8(9) * few[0] + jnp.uint8(9) * few[1]
+
+    def step(w, xs):
+        return mpmd.treduce(lambda x: counts(w, x), xs, schedule="1f1b", operation=mpmd.Mean)
+
+    args = list(jax.random.normal(jax.random.key(0), (2, 8, 8))), jax.random.normal(jax.random.key(1), (4, 2, 8))
+    for got, want in zip(pipelined(step, *args), jax.jit(step)(*args), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("loss", ["used a thousand times", "of many paths"])
+def test_a_gradient_of_very_many_summands_takes_no_time_to_cut(loss):
+    """Each smoothing doubles the paths to the first value: 2²⁴ of them."""
+
+    def value(params, x):
+        s = params["s"]
+        if loss == "of many paths":
+            for _ in range(24):
+                s = (s[1:] + s[:-1]) / 2
+            x = x.sum() * s
+        for _ in range(1100 if loss == "used a thousand times" else 0):
+            x = x * s
+        return ((mpmd.mark_stage_end(x) + params["t"]) ** 2).mean() + params["s"].sum()
+
+    def step(params, xs):
+        return mpmd.treduce(lambda x: jax.grad(value)(params, x), xs, schedule="1f1b")
+
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
+    args = {"s": jnp.arange(30.0), "t": jnp.ones(())}, jnp.ones((4, 30))
+    lowered = mpmd.jit(step, mpmd_mesh=mesh).lower(*args)
+    if loss == "of many paths":
+        got, want = lowered.compile()(*args), jax.jit(step)(*args)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), got, want)
