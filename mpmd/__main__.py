@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with _users_warnings(options.step):
                 answer = _planned(options) if options.command == "plan" else _tuned(options)
         print(answer if isinstance(answer, str) or not options.json else answer.as_json())
+    except BrokenPipeError:
+        raise
     except (ValueError, ModuleNotFoundError, OSError) as e:
         print(f"python -m mpmd {options.command}: {e}", file=sys.stderr)
         return BAD_INPUT

@@ -1093,8 +1093,10 @@ sort_errors() { # host
   trap '' TERM HUP INT
   trap - PIPE EXIT
   exec {events}<&-
-  LC_ALL=C exec stdbuf -oL -eL sed -n -e '/^\[[0-9]*\] /{w /dev/stderr' -e 'd}' \
-    -e 's/^@C //;t ours' -e 's/^/transport /' -e ':ours' -e "s/^/$1 /p" >"$tmp/events"
+  # The last process prints. Where nobody reads our stderr any more, it fails and the rest is dropped, but not the messages.
+  LC_ALL=C stdbuf -oL -eL sed -n -e '/^\[[0-9]*\] /{w /dev/stderr' -e 'd}' \
+    -e 's/^@C //;t ours' -e 's/^/transport /' -e ':ours' -e "s/^/$1 /p" 2>&1 >"$tmp/events" |
+    { LC_ALL=C stdbuf -oL sed '' >&2; exec cat >/dev/null; }
 }
 
 # Runs one host's agent from start to end. Tells the launcher's loop when all output of the agent has been passed on.

@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import datetime
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -166,7 +167,9 @@ def put_together(processes: Sequence[ProcessLedger]) -> JobLedger:
     spares = {p.number for p in processes if any(ledger.IDLE in line.parts for line in p.lines)}
     num_restarts = max(p.attempt for p in processes) - min(p.attempt for p in processes)
     begun, end = min(p.begun for p in processes), max(p.end for p in processes)
-    num_ranks = min(spares, default=len({p.number for p in processes}))  # spares have higher numbers than ranks
+    ranks = {p.number for p in processes} - spares
+    # Spares have higher numbers than ranks; one that was lost at once has left no ledger, but a gap.
+    num_ranks = next(n for n in itertools.count() if n not in ranks)
     return JobLedger(
         num_ranks, len(spares), num_restarts, dict(seconds), begun, end, tuple(_events(processes, histories))
     )

@@ -204,13 +204,16 @@ def collectives(programs: StepPrograms) -> dict[str, dict[str, int]]:
 def _collective_lines(programs: StepPrograms) -> Iterator[str]:
     """Yields the collectives inside of groups: in tasks they run once a microbatch, elsewhere once a step."""
     found = collectives(programs)
+    groups = sorted(programs.mesh.local_groups)
+    here = f", in group{'s' * (len(groups) > 1)} {', '.join(map(str, groups))} of this process"
+    here = "" if len(groups) == programs.mesh.num_groups else here
     kinds = {n: "a step, around the loops" if n in programs.segments else "a microbatch, in tasks" for n in found}
     kinds |= {n: "of two tasks that run as one" for n in found if "+" in n}
     for where in dict.fromkeys(kinds.values()):
         chosen = {n: c for n, c in found.items() if kinds[n] == where}
         if chosen:
             each = ", ".join(f"{name} {_counted(count)}" for name, count in chosen.items())
-            yield f"collectives {where}: {_counted(sum(map(Counter, chosen.values()), Counter()))} ({each})"
+            yield f"collectives {where}{here}: {_counted(sum(map(Counter, chosen.values()), Counter()))} ({each})"
 
 
 def _counted(count: Mapping[str, int]) -> str:

@@ -255,12 +255,12 @@ def _say_lost(job: Job) -> None:
     if (account := ledger.of_process()) is not None:
         texts = (f"rank {taken.rank} (spare {taken.spare} in its place)" for taken in job.lost)
         account.event(f"lost: {', '.join(texts)}", is_recovering=True)
-    lost = [taken.rank for taken in job.lost]
+    lost = sorted({taken.rank for taken in job.lost})  # one may be lost again before its spare has come
     if _speaks(job):
         if len(lost) == 1:
             say(f"rank {lost[0]} was lost; all others wait for the spare that takes the place")
         else:
-            ranks = ", ".join(map(str, sorted(lost)))
+            ranks = ", ".join(map(str, lost))
             say(f"the ranks {ranks} were lost; all others wait for the spares that take the places")
 
 

@@ -396,14 +396,14 @@ def test_a_spare_fills_the_place_of_a_rank_and_only_the_time_until_then_is_empty
     write_ledger(tmp_path, 0, "10.0000Z | 10.0000 s | 5 calls | compute 10.0000 |", "")
     write_ledger(tmp_path, 1, "04.0000Z | 4.0000 s | 2 calls | compute 4.0000 |", "")
     spare = ["06.0000Z | 6.0000 s |  | idle spare 6.0000 | takes the place of rank 1"]
-    write_ledger(tmp_path, 2, *spare, "10.0000Z | 4.0000 s |  | recovery 4.0000 |", "")
-    write_ledger(tmp_path, 3, "10.0000Z | 3.0000 s |  | starting 3.0000 |", "", begun="07.0000")  # waits where 1 was
+    write_ledger(tmp_path, 4, *spare, "10.0000Z | 4.0000 s |  | recovery 4.0000 |", "")  # 2 and 3 were lost at once
+    write_ledger(tmp_path, 5, "10.0000Z | 3.0000 s |  | starting 3.0000 |", "", begun="07.0000")  # waits where 1 was
     job = ledgers.put_together(ledgers.read(tmp_path))
     assert {part: s for part, s in job.seconds.items() if s} == {
         "compute": 14, "idle spare": 6, "recovery": 4 + 2, "starting": 3
     }  # fmt: skip
     assert (job.num_ranks, job.num_spares) == (2, 1)
-    assert job.events == ("10:00:06 spare 2 takes the place of rank 1",)
+    assert job.events == ("10:00:06 spare 4 takes the place of rank 1",)
 
 
 def test_a_second_loop_repeats_nothing_of_the_first(tmp_path):

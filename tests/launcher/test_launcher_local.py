@@ -53,6 +53,14 @@ print("sum", float(total), "local", jax.local_device_count(), "service", e.get("
 """
 
 
+@pytest.mark.parametrize("streams", ["2>&1", "2>&1 >/dev/null"])
+def test_a_job_goes_on_to_its_own_end_when_nobody_reads_its_output_any_more(streams):
+    program = "for i in 1 2 3; do echo out; echo err >&2; sleep .3; done; exit 3"
+    pipe = f"{LAUNCHER} -n 2 -- bash -c '{program}' {streams} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 3 and len(done.stdout.splitlines()) == 1, done
+
+
 def test_one_process_gets_the_contract_and_no_service():
     status, job = run("--hang-timeout", "7.5", *shell(SAY_VARIABLES))
     assert status == 0, job.err
