@@ -275,6 +275,29 @@ def copy_where_one_cannot(path: str) -> Any:
 
 
 @scenario
+def last_file_where_one_cannot(path: str) -> Any:
+    """What each process is told, and in how many seconds, when process 0 cannot write the last file of a folder."""
+    import errno
+    import time
+
+    from layouts import mesh_of, place_all, shardings_for
+
+    from reshard.checkpoint import TensorFormat, save
+    from reshard.storage.tensor_files import TensorFiles
+
+    def finish(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if jax.process_index() == 0:
+        TensorFiles.finish = finish
+    begun = time.monotonic()
+    try:
+        save(path, place_all(random_values(1, 1), shardings_for(mesh_of(2))), tensors=TensorFormat(), timeout_s=100)
+    except OSError as error:
+        return [str(error), time.monotonic() - begun]
+
+
+@scenario
 def disk_full(path: str) -> Any:
     """The disk of process 1 is full while a CheckpointManager saves; it prints what it is told."""
     import errno

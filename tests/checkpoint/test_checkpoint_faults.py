@@ -551,6 +551,14 @@ def test_a_save_that_fails_in_one_process_before_it_returns_is_told_to_the_other
     assert found == [[told, True, [2]], ["no memory", True, [2]]]
 
 
+@pytest.mark.slow
+def test_a_folder_that_the_first_process_cannot_complete_is_told_to_the_others_too(tmp_path):
+    (first, _), (other, seconds) = run("last_file_where_one_cannot", 2, path=str(tmp_path / "folder"))
+    assert "save: the disk is full" in first and "save: the disk is full" in other
+    assert "(so process 0 says)" in other and seconds < 30
+    assert not list(tmp_path.iterdir())
+
+
 INTERRUPTED = """
 import signal, sys
 import numpy as np
