@@ -109,6 +109,7 @@ from mpmd._jax_compat.stablehlo import exported_specs, exported_stablehlo
 from mpmd._jax_compat.tracing_hooks import (
     current_mesh,
     is_profiling,
+    lowering,
     no_mesh,
     setting,
     sharding_here,

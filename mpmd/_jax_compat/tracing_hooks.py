@@ -83,6 +83,13 @@ def tracing(
         yield
 
 
+@contextlib.contextmanager
+def lowering(mesh: AbstractMesh) -> Iterator[None]:
+    """Returns a context in which to lower a program: some primitives (`custom_vmap`) trace their bodies there."""
+    with _tracing(_Tracing(mesh, frozenset(), None, False)):
+        yield
+
+
 def _install_hooks() -> None:
     for name, wrapper in _HOOKS.items():
         place, _, function = name.rpartition(".")

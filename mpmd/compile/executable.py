@@ -139,7 +139,8 @@ class DistinctProgram:
                 keep_unused=True,
                 compiler_options=placed.options,
             )
-            return jitted.lower(*args)
+            with compat.lowering(mesh.abstract_mesh):
+                return jitted.lower(*args)
 
     def _usable(self, placed: compat.XlaProgram) -> list[int]:
         """Returns the arguments that results take over.

@@ -295,3 +295,16 @@ def test_a_key_that_an_inner_function_captured_is_returned():
     mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
     found, _ = mpmd.jit(lambda x: (inner(), x + 1), mpmd_mesh=mesh)(jnp.ones(3))
     np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(key))
+
+
+def test_operations_without_a_rule_for_explicit_axes_work_where_their_lowering_traces_them_again():
+    sizes = jnp.array([2, 4], jnp.int32)
+
+    @jax.custom_batching.custom_vmap
+    def grouped(x, w):
+        return lax.ragged_dot(x, w, sizes)
+
+    grouped.def_vmap(lambda n, batched, x, w: (lax.map(lambda x: grouped(x, w), x), True))
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
+    args = jnp.ones((6, 8)), jnp.ones((2, 8, 8))
+    np.testing.assert_array_equal(mpmd.jit(lambda x, w: grouped(x, w), mpmd_mesh=mesh)(*args), jax.jit(grouped)(*args))
