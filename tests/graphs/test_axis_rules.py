@@ -68,6 +68,7 @@ CASES = {
     "iota": (lambda: lax.broadcasted_iota(np.int32, (4, 3), 1),),
     "random_bits": (lambda k: jax.vmap(lambda k: jax.random.bits(k, (3,)))(k), KEYS),
     "random_split": (lambda k: jax.vmap(lambda k: jax.random.split(k, 2))(k), KEYS),
+    "random_fold_in": (lambda k: jax.vmap(lambda k: jax.random.fold_in(k, 3))(k), KEYS),
     "random_wrap": (lambda x: jax.random.wrap_key_data(x, impl="threefry2x32"), np.asarray(jax.random.key_data(KEYS))),
     "random_unwrap": (jax.random.key_data, KEYS),
     "cholesky": (lambda a: lax.linalg.cholesky(a, symmetrize_input=False), S),

@@ -247,7 +247,8 @@ def test_choices_are_tried_in_each_combination_and_the_best_of_each_is_measured(
     }
     assert {c.choices["scale"] for c in own if c.is_measured} == {1, 4}  # each by programs of its own
     best = tuning.best
-    assert chosen(best.schedule, best.num_microbatches, **best.choices)
+    step, _ = chosen(best.schedule, best.num_microbatches, **best.choices)
+    assert step.mpmd_mesh.num_groups == 3
     table = str(tuning).splitlines()
     assert table[1].split()[:3] == ["schedule", "microbatches", "choices"]
     assert f", {best.chosen}" in next(line for line in table if line.startswith("best: "))
