@@ -188,7 +188,7 @@ class Jitted:
         self._audit_every = audit_every
         self._cache: _Made[Compiled] = _Made()
         self._traced: _Made[Traced] = _Made()
-        self._wished: dict[Hashable, list[object]] = {}
+        self._wished: BoundedDict[Hashable, list[object]] = BoundedDict(_MOST_TYPES)
         self._lists: dict[lists.Path, set[type]] = {}  # arguments that are lists of microbatches
         self._bucketed: _Made[Buckets] = _Made()
         self._asked: _Made[Traced] = _Made()
@@ -219,12 +219,12 @@ class Jitted:
         self, buckets: tuple[list[Buckets], Bucketing, CallArguments], xs: Sequence[MicrobatchList]
     ) -> tuple[BucketedStep, Sequence[ArrayLike]]:
         """Returns the step that runs these lists, and its arguments."""
-        steps, ordinary, call = buckets
+        steps, bucketing, call = buckets
         step = next((step for step in steps if step.fits(call)), None)
         if step is None:
             check_is_outside()
-            steps.append(step := Buckets(ordinary))
-        return step.prepared(call.leaves, xs)
+            steps.append(step := Buckets())
+        return step.prepared(bucketing, call.leaves, xs)
 
     def __get__(self, obj: object, owner: type | None = None):
         return self if obj is None else functools.partial(self, obj)

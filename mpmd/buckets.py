@@ -155,8 +155,7 @@ class _Leaf:
 class Buckets:
     """The steps for all shapes in lists so far, with other arguments of one kind."""
 
-    def __init__(self, bucketing: Bucketing):
-        self._bucketing = bucketing
+    def __init__(self) -> None:
         self._numbers: list[dict[tuple, int]] = []  # per list, the bucket of each shape
         self._examples: list[object] = []  # a microbatch of each list
         self._positions: dict[int, tuple[int, int]] = {}
@@ -168,16 +167,19 @@ class Buckets:
         return self._step is None or self._step.fits_apart(call.leaves, call.wishes)
 
     def prepared(
-        self, leaves: Sequence[ArrayLike], xs: Sequence[MicrobatchList]
+        self, bucketing: Bucketing, leaves: Sequence[ArrayLike], xs: Sequence[MicrobatchList]
     ) -> "tuple[BucketedStep, list[ArrayLike]]":
-        """Returns the step, ready to run these lists, and its arguments; `leaves` are the other arguments."""
+        """Returns the step, ready to run these lists, and its arguments; `leaves` are the other arguments.
+
+        `bucketing` is of this call: it holds the call's arrays, which must not be kept.
+        """
         with self._lock:
-            self._add_new(xs)
+            self._add_new(bucketing, xs)
         assert self._step is not None
         order = tuple(tuple(numbers[types] for types in x.types) for numbers, x in zip(self._numbers, xs, strict=True))
         return self._step, self._step.arguments(leaves, xs, order)
 
-    def _add_new(self, xs: Sequence[MicrobatchList]) -> None:
+    def _add_new(self, bucketing: Bucketing, xs: Sequence[MicrobatchList]) -> None:
         """Makes the steps for new shapes."""
         if self._step is None:
             self._paths = [x.path for x in xs]
@@ -193,24 +195,24 @@ class Buckets:
         with joining.compiling(), without_collection():
             for some in itertools.zip_longest(*ordered):
                 ones = [e if s is None else s[1] for e, s in zip(self._examples, some, strict=True)]
-                number = self._add(ones)
+                number = self._add(bucketing, ones)
                 for known, s in zip(self._numbers, some, strict=True):
                     if s is not None:
                         known[s[0]] = number
 
-    def _add(self, ones: Sequence[object]) -> int:
+    def _add(self, bucketing: Bucketing, ones: Sequence[object]) -> int:
         """Adds a step, and returns its number."""
         if self._step is not None:
             known = {i: hint for i, hint in enumerate(self._hints) if i not in self._positions}
-            traced = self._bucketing.traced(ones, known)
+            traced = bucketing.traced(ones, known)
             if (cuts := self._cuts) is not None:  # all buckets have the stages of the first
                 traced = dataclasses.replace(traced, _trace=with_given_cuts(traced._trace, cuts))
             return self._step.add(traced._lowered)
-        traced = self._bucketing.traced(ones, None)
-        self._hints, self._positions = traced._hints, self._bucketing.positions(ones)
+        traced = bucketing.traced(ones, None)
+        self._hints, self._positions = traced._hints, bucketing.positions(ones)
         lowered = traced._lowered
         self._cuts = lowered.cuts if len(lowered._outline.loops) == 1 else None
-        step = lowered._begin_to_compile(kind=BucketedStep, others=self._bucketing.compiled)
+        step = lowered._begin_to_compile(kind=BucketedStep, others=bucketing.compiled)
         assert isinstance(step, BucketedStep)
         step.begin(self._paths, self._positions, self._lock)
         self._step = step

@@ -38,6 +38,7 @@ from mpmd.run.inputs import Inputs
 from mpmd.run.results import Results
 from mpmd.tracing.arguments import Args, Hint, Kwargs, check_is_outside, hint_of
 from scheduler import Program, Timeline
+from scheduler.base.bounded import BoundedDict
 from scheduler.base.texts import counted
 from scheduler.base.waiting import waiting
 
@@ -71,7 +72,7 @@ class Compiled:
         self._timed: Profile | None = None
         self._shares_on: Callable[[Machine], Shares] = lambda machine: Shares()
         self._for_call: ForCall | None = None
-        self._movers: dict[Hashable, Compiled] = {}
+        self._movers: BoundedDict[Hashable, Compiled] = BoundedDict(64)  # by the shardings of their arrays
         self.timing = False
         self._split = split
         self._inputs = Inputs(programs, split)

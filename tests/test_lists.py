@@ -3,7 +3,9 @@
 import concurrent.futures
 import dataclasses
 import functools
+import gc
 import itertools
+import weakref
 from unittest import mock
 
 import jax
@@ -443,6 +445,18 @@ def test_microbatches_are_not_cut_by_layers():
     four = np.concatenate([WEIGHTS, WEIGHTS[:1]])
     assert_alike(listed(lambda w, x: jax.value_and_grad(kept)(w, x)), four, xs)
     assert_alike(listed(lambda w, x: jax.value_and_grad(contracted)(w, x)), WEIGHTS, rows_of(2, 3, 2))
+
+
+def test_the_other_arguments_of_the_first_call_are_let_go():
+    step = mpmd.jit(listed(two_stages), mpmd_mesh=groups(2))
+    weights = [jax.device_put(w) for w in WEIGHTS]
+    kept = [weakref.ref(w) for w in weights]
+    first = step(weights, rows_of(2, 3))
+    del weights
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 3
+    np.testing.assert_array_equal(step(list(WEIGHTS), rows_of(2, 3)), first)
+    assert np.isfinite(step(list(WEIGHTS), rows_of(2, 4, 3)))  # a new shape
 
 
 def test_an_order_that_does_not_fit_its_list_any_more_is_refused():

@@ -15,7 +15,8 @@ _OURS = ("mpmd", "scheduler")  # this project's objects in equations hold no jax
 def opened(x: Any) -> Sequence[Any] | None:
     """Returns the contents of a tuple, list, named tuple, mapping or dataclass; None for any other object.
 
-    `custom_linear_solve` keeps its jaxprs in a named tuple, Pallas the jaxprs of its index maps in dataclasses.
+    `custom_linear_solve` keeps its jaxprs in a named tuple, Pallas the jaxprs of its index maps in dataclasses. An
+    object that can be called is never opened: it may be the user's (a callback), and have a state of its own.
     """
     kind = _kind(type(x))
     if kind is None:
@@ -83,7 +84,9 @@ def kernel_grid(params: Mapping[str, Any]) -> tuple[int, tuple[float, float] | N
 
 @functools.cache
 def _kind(kind: type) -> Any:
-    """Returns `tuple` (for lists too), `Mapping`, the names of a dataclass's fields, or None."""
+    """Returns `tuple` (for lists too), `Mapping`, the names of a dataclass's fields, or None (not to be opened)."""
+    if any("__call__" in vars(base) for base in kind.__mro__):
+        return None
     if issubclass(kind, (tuple, list)):
         return tuple
     if issubclass(kind, Mapping):

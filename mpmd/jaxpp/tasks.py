@@ -37,6 +37,9 @@ from mpmd.jaxpp.places import JaxppMesh, to_global_jax_array
 from mpmd.ops.cross_group import cross_mpmd_stack, end_task, place
 from mpmd.pytrees import PyTree, TreeDef
 from mpmd.tracing.arguments import broadcast, leaf_type
+from scheduler.base.bounded import BoundedDict
+
+_MOST_PROGRAMS = 4096  # by the types of arguments
 
 __all__ = ["LoweredMpmdFun", "MpmdFunction", "MpmdMesh", "mpmd", "slice", "stack", "task", "transfer"]
 
@@ -322,8 +325,8 @@ class MpmdFunction:
         self.mpmd_mesh = mpmd_mesh
         self.in_shardings = in_shardings
         self._donated = donate_argnums
-        self._outs: dict[Hashable, list[NamedSharding]] = {}
-        self._lowered: dict[Hashable, LoweredMpmdFun] = {}
+        self._outs: BoundedDict[Hashable, list[NamedSharding]] = BoundedDict(_MOST_PROGRAMS)
+        self._lowered: BoundedDict[Hashable, LoweredMpmdFun] = BoundedDict(_MOST_PROGRAMS)
 
     def _program(self, *args: PyTree) -> PyTree:
         """Runs the program on traced values, and notes the shardings of its results."""
@@ -359,13 +362,13 @@ class MpmdFunction:
         """Compiles the program for arguments of these shapes (`jax.ShapeDtypeStruct` is enough)."""
         self._check_no_names(kwargs)
         flat, tree = jax.tree.flatten(args)
-        key = _types(flat, tree)
+        key = tree, tuple(leaf_type(x, frozenset())[:3] for x in flat), compat.trace_context()
         if key not in self._lowered:
             mesh, ins = self.mpmd_mesh, self._ins(tree)
             options: Any = {"mpmd_mesh": mesh, "in_shardings": tree.unflatten([_sharding(s, mesh) for s in ins])}
-            shapes = tree.unflatten([jax.ShapeDtypeStruct(*leaf_type(x, frozenset())[:2]) for x in flat])
+            shapes = tree.unflatten([_abstract(x) for x in flat])
             out_shape = jit(self._program, **options).eval_shape(*shapes)
-            outs = jax.tree.unflatten(jax.tree.structure(out_shape), self._outs[key])
+            outs = jax.tree.unflatten(jax.tree.structure(out_shape), self._outs[_types(flat, tree)])
             wishes = jax.tree.map(lambda s: _sharding(s, mesh), outs)
             step = jit(self._program, out_shardings=wishes, donate_argnums=self._donated, **options)
             self._lowered[key] = LoweredMpmdFun(
@@ -434,6 +437,11 @@ def _sharding(sharding: NamedSharding, mpmd_mesh: MpmdMesh) -> MpmdSharding:
     groups = _groups(mpmd_mesh, sharding.mesh, "a sharding")
     spec = sharding.spec if len(groups) > 1 else without_axis(sharding.spec, mpmd_mesh.mpmd_axis_name)
     return MpmdSharding(mpmd_mesh, groups, spec, memory_kind(sharding))
+
+
+def _abstract(x: object) -> jax.ShapeDtypeStruct:
+    shape, dtype, is_weak = leaf_type(x, frozenset())[:3]
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak)
 
 
 def _types(flat: Sequence[object], tree: TreeDef) -> Hashable:

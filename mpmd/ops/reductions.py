@@ -88,14 +88,17 @@ class Operation:
     @property
     def _key(self) -> tuple[object, ...]:
         """A key for comparison: 2, 2.0 and True are equal in Python, as are 0.0 and -0.0, but their results differ."""
-        values = (
-            (name, type(x), repr(x) if isinstance(x, float | complex) else x) for name, x in sorted(vars(self).items())
-        )
-        return type(self), *values
+        return type(self), *((name, _told_apart(x)) for name, x in sorted(vars(self).items()))
 
     def __repr__(self):
         values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return type(self).__name__ + (f"({values})" if values else "")
+
+
+def _told_apart(x: object) -> object:
+    if isinstance(x, tuple | frozenset):
+        return type(x), type(x)(map(_told_apart, x)) if type(x) in (tuple, frozenset) else tuple(map(_told_apart, x))
+    return type(x), repr(x) if isinstance(x, float | complex) else x
 
 
 class Add(Operation):

@@ -600,3 +600,24 @@ def test_schedules_has_the_names_of_its_module():
     names = {"BaseSchedule", "DualPipeV", "FusedTask", "GPipe", "KimiK2", "Std1F1B", "Task", "TaskType", "ZeroBubble"}
     assert all(getattr(schedules, name) is getattr(jaxpp, name) for name in names)
     assert {getattr(jaxpp, name).__name__ for name in names} - names == {"JaxppTask"}
+
+
+def test_a_program_of_tasks_is_traced_again_for_other_settings_of_jax_and_keeps_weak_types():
+    mesh = mesh_of(2)
+    here = NamedSharding(mesh.unstack[0], P())
+
+    @experimental.mpmd.mpmd(mesh, in_shardings=(here, here))
+    def program(x, factor):
+        draw = experimental.mpmd.task(
+            lambda x, f: (x * f, jax.random.normal(jax.random.key(0), (3,))), out_shardings=here
+        )
+        return draw(x, factor)
+
+    x = jnp.ones(3, jnp.bfloat16)
+    scaled, noise = program(x, 2.0)
+    assert scaled.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(noise), jax.random.normal(jax.random.key(0), (3,)))
+    with jax.threefry_partitionable(False):
+        wanted = jax.random.normal(jax.random.key(0), (3,))
+        np.testing.assert_array_equal(np.asarray(program(x, 2.0)[1]), wanted)
+    assert (np.asarray(noise) != np.asarray(wanted)).any()

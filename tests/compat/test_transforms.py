@@ -1,6 +1,7 @@
 """Other transformations and switches of JAX, in stages and around the step."""
 
 import contextlib
+import dataclasses
 import re
 
 import jax
@@ -161,6 +162,42 @@ def test_a_debug_print_in_each_stage_prints_each_microbatch_once(schedule, capfd
         return np.array([[float(n) for n in re.findall(r"-?\d+\.?\d*", line)] for line in lines])
 
     np.testing.assert_allclose(numbers(printed), numbers(sorted(capfd.readouterr().out.splitlines())), rtol=1e-4)
+
+
+@dataclasses.dataclass(eq=False)
+class Scale:
+    """A callback with a state, which may refer to itself and to shardings."""
+
+    factor: float = 1.0
+    sharding: object = None
+    number: int = 0
+    owner: object = None
+
+    def __call__(self, x):
+        self.number += 1
+        return np.float32(self.factor)
+
+
+def test_callbacks_that_are_alike_when_stages_are_compiled_are_those_of_their_stages():
+    mesh = mpmd.MpmdMesh(jax.make_mesh((4,), ("stage",), devices=jax.devices()[:4]), "stage")
+    scales = [Scale(sharding=NamedSharding(mesh.jax_mesh, P())) for _ in range(4)]
+    for scale in scales:
+        scale.owner = scale
+
+    def step(xs):
+        def forward(x):
+            for i, scale in enumerate(scales):
+                x = x * jax.pure_callback(scale, jax.ShapeDtypeStruct((), np.float32), jnp.sum(x))
+                x = mpmd.mark_stage_end(x) if i < 3 else x
+            return jnp.sum(x)
+
+        return mpmd.treduce(forward, xs, schedule="gpipe")
+
+    pipelined = mpmd.jit(step, mpmd_mesh=mesh)
+    assert pipelined(jnp.ones((2, 3))) == 6
+    scales[2].factor = 5.0
+    assert pipelined(jnp.ones((2, 3))) == 30
+    assert [scale.number for scale in scales] == [4] * 4
 
 
 @pytest.mark.parametrize("at_end", [True, False])

@@ -286,3 +286,13 @@ def test_a_mean_of_small_integers_is_summed_in_larger_ones(weights):
     xs = jnp.full((3, 2), 100, jnp.int8)
     mean = mpmd.treduce(lambda x: x, xs, schedule=None, operation=mpmd.Mean, weights=weights)
     np.testing.assert_array_equal(mean, [100, 100])
+
+
+def test_operations_are_told_apart_by_numbers_in_their_tuples_too():
+    class Clipped(mpmd.Operation):
+        def __init__(self, ends):
+            self.ends = ends
+
+    assert Clipped((0.0, 1)) == Clipped((0.0, 1)) and hash(Clipped((0.0, 1))) == hash(Clipped((0.0, 1)))
+    for other in ((-0.0, 1), (0.0, True), (0.0, 1.0), [0.0, 1]):
+        assert Clipped((0.0, 1)) != Clipped(other)
