@@ -160,6 +160,7 @@ class Buckets:
         self._examples: list[object] = []  # a microbatch of each list
         self._positions: dict[int, tuple[int, int]] = {}
         self._step: BucketedStep | None = None
+        self._whole_sums = False
         self._lock = threading.RLock()
 
     def fits(self, call: CallArguments) -> bool:
@@ -174,7 +175,15 @@ class Buckets:
         `bucketing` is of this call: it holds the call's arrays, which must not be kept.
         """
         with self._lock:
-            self._add_new(bucketing, xs)
+            try:
+                self._add_new(bucketing, xs)
+            except StageError:
+                # How a sum of gradients of several stages is cut may depend on the shape: a table of positions that is
+                # cut to the length of a microbatch is not cut for the longest. So all begin again, with whole sums.
+                if self._whole_sums:
+                    raise
+                self._whole_sums, self._step = True, None
+                self._add_new(bucketing, xs)
         assert self._step is not None
         order = tuple(tuple(numbers[types] for types in x.types) for numbers, x in zip(self._numbers, xs, strict=True))
         return self._step, self._step.arguments(leaves, xs, order)
@@ -204,11 +213,11 @@ class Buckets:
         """Adds a step, and returns its number."""
         if self._step is not None:
             known = {i: hint for i, hint in enumerate(self._hints) if i not in self._positions}
-            traced = bucketing.traced(ones, known)
+            traced = self._traced(bucketing, ones, known)
             if (cuts := self._cuts) is not None:  # all buckets have the stages of the first
                 traced = dataclasses.replace(traced, _trace=with_given_cuts(traced._trace, cuts))
             return self._step.add(traced._lowered)
-        traced = bucketing.traced(ones, None)
+        traced = self._traced(bucketing, ones, None)
         self._hints, self._positions = traced._hints, bucketing.positions(ones)
         lowered = traced._lowered
         self._cuts = lowered.cuts if len(lowered._outline.loops) == 1 else None
@@ -217,6 +226,18 @@ class Buckets:
         step.begin(self._paths, self._positions, self._lock)
         self._step = step
         return 0
+
+    def _traced(self, bucketing: Bucketing, ones: Sequence[object], known: Mapping[int, Hint] | None) -> Traced:
+        def with_whole_sums(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
+            info = dataclasses.replace(eqn.params["info"], whole_sums=True)
+            return eqn.replace(params={**eqn.params, "info": info})
+
+        traced = bucketing.traced(ones, known)
+        return (
+            dataclasses.replace(traced, _trace=traced._trace.with_loops(with_whole_sums))
+            if self._whole_sums
+            else traced
+        )
 
 
 class _ListArguments(list[ArrayLike]):

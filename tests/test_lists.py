@@ -447,6 +447,23 @@ def test_microbatches_are_not_cut_by_layers():
     assert_alike(listed(lambda w, x: jax.value_and_grad(contracted)(w, x)), WEIGHTS, rows_of(2, 3, 2))
 
 
+def test_a_table_of_positions_may_be_read_up_to_the_length_of_each_microbatch():
+    """The gradient of the whole table, for the longest microbatch, is another sum than that of a part of it."""
+
+    def once(table, x):
+        own = table[: len(x)]
+        return ((mpmd.mark_stage_end(x * own) + own) ** 2).sum()
+
+    def rolled(table, x):
+        own = jnp.roll(table[0], len(x))
+        return ((mpmd.mark_stage_end(x * own) + own) ** 2).sum()
+
+    table = np.random.default_rng(3).normal(size=(5, WIDTH)).astype(np.float32)
+    step = listed(lambda w, x: jax.value_and_grad(once)(w, x))
+    assert_alike(step, table, rows_of(2, 3), rows_of(5), rows_of(1, 5, 2), rows_of(3, 3))
+    assert_alike(listed(lambda w, x: jax.value_and_grad(rolled)(w, x)), table, rows_of(2, 3))
+
+
 def test_the_other_arguments_of_the_first_call_are_let_go():
     step = mpmd.jit(listed(two_stages), mpmd_mesh=groups(2))
     weights = [jax.device_put(w) for w in WEIGHTS]

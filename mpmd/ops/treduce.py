@@ -55,6 +55,7 @@ class LoopInfo:
     cuts: tuple[int, ...] | None = None  # layers of each stage, given or chosen; None if marks alone end stages
     doubt: str | None = dataclasses.field(default=None, compare=False)  # a microbatch that may be a row of a batch
     path: lists.Path | None = None  # of the argument that is the list of its microbatches, if there is one
+    whole_sums: bool = False  # whether a gradient from several stages is added up for each microbatch
 
     def __str__(self):
         operations = ", ".join(map(str, self.operations))

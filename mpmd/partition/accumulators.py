@@ -99,7 +99,7 @@ class _Outputs:
     def __init__(self, body: Body, info: ScheduledLoop, split: bool):
         self.body = body
         self.num_microbatches = info.num_microbatches
-        self._of_a_list = info.path is not None
+        self._of_a_list, self._whole_sums = info.path is not None, info.whole_sums
         self._last_stage = info.schedule.num_stages - 1
         self.added: list[Node] = []  # further nodes for the body
         self.accumulators: list[Accumulator] = []
@@ -129,7 +129,8 @@ class _Outputs:
             return
         # A mean adds small integers in larger ones, where a sum that the user wrote wraps around.
         wraps = type(operation) is Mean and dtype_of_sum(value.aval.dtype) != value.aval.dtype
-        parts = self._summands(value) if type(operation) in (Add, Mean) and not wraps else []
+        is_cut = type(operation) in (Add, Mean) and not wraps and not self._whole_sums
+        parts = self._summands(value) if is_cut else []
         if not parts:
             if self._joins and (join := self._joins.of(value, operation, n)):
                 kept, operands, fun = join
