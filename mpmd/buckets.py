@@ -175,15 +175,20 @@ class Buckets:
         `bucketing` is of this call: it holds the call's arrays, which must not be kept.
         """
         with self._lock:
+            before = dict(vars(self))
             try:
                 self._add_new(bucketing, xs)
-            except StageError:
+            except StageError as error:
                 # How a sum of gradients of several stages is cut may depend on the shape: a table of positions that is
                 # cut to the length of a microbatch is not cut for the longest. So all begin again, with whole sums.
                 if self._whole_sums:
                     raise
                 self._whole_sums, self._step = True, None
-                self._add_new(bucketing, xs)
+                try:
+                    self._add_new(bucketing, xs)
+                except StageError:
+                    vars(self).update(before)
+                    raise error from None
         assert self._step is not None
         order = tuple(tuple(numbers[types] for types in x.types) for numbers, x in zip(self._numbers, xs, strict=True))
         return self._step, self._step.arguments(leaves, xs, order)
@@ -233,11 +238,9 @@ class Buckets:
             return eqn.replace(params={**eqn.params, "info": info})
 
         traced = bucketing.traced(ones, known)
-        return (
-            dataclasses.replace(traced, _trace=traced._trace.with_loops(with_whole_sums))
-            if self._whole_sums
-            else traced
-        )
+        if not self._whole_sums:
+            return traced
+        return dataclasses.replace(traced, _trace=traced._trace.with_loops(with_whole_sums))
 
 
 class _ListArguments(list[ArrayLike]):

@@ -154,11 +154,9 @@ class Rewriter:
     def _merged(self, eqn: compat.JaxprEqn) -> Rows | None:
         """Returns how the operand of a reshape is cut like its cut result, if the axis has another size; or None."""
         rows, shape = self._spread.of(eqn.outvars[0]), eqn.invars[0].aval.shape
-        return (
-            None
-            if rows is None or eqn.params["dimensions"] is not None
-            else rows.reshaped(eqn.outvars[0].aval.shape, shape)
-        )
+        if rows is None or eqn.params["dimensions"] is not None:  # order="F"
+            return None
+        return rows.reshaped(eqn.outvars[0].aval.shape, shape)
 
     def _reshape(self, eqn: compat.JaxprEqn, rows: Rows) -> None:
         (v,), (out,) = eqn.invars, eqn.outvars
@@ -173,9 +171,9 @@ class Rewriter:
         """Returns the rows of the operand of a slice, if the slice can be taken from its pieces."""
         (v,), strides = eqn.invars, eqn.params.get("strides")
         rows = None if isinstance(v, compat.Literal) or v in self._whole else self._rows.get(v)
-        if rows is None or (
-            eqn.primitive.name == "slice" and not eqn.outvars[0].aval.shape[rows.axis]
-        ):  # none are taken
+        if rows is None:
+            return None
+        if eqn.primitive.name == "slice" and not eqn.outvars[0].aval.shape[rows.axis]:  # none are taken
             return None
         return rows if strides is None or strides[rows.axis] == 1 else None
 

@@ -54,12 +54,9 @@ class Spread:
 
     def add(self, atom: Atom, rows: Rows | None) -> None:
         """Cuts a variable, unless it is cut already or cannot be."""
-        if (
-            rows is None
-            or isinstance(atom, (compat.Literal, compat.DropVar))
-            or atom in self.rows
-            or atom in self.uncut
-        ):
+        if rows is None or isinstance(atom, (compat.Literal, compat.DropVar)):
+            return
+        if atom in self.rows or atom in self.uncut:
             return
         if rows.fits(atom.aval):
             self.rows[atom] = rows

@@ -96,8 +96,10 @@ class Operation:
 
 
 def _told_apart(x: object) -> object:
-    if isinstance(x, tuple | frozenset):
-        return type(x), type(x)(map(_told_apart, x)) if type(x) in (tuple, frozenset) else tuple(map(_told_apart, x))
+    if isinstance(x, tuple):
+        return type(x), *map(_told_apart, x)
+    if isinstance(x, frozenset):
+        return type(x), frozenset(map(_told_apart, x))
     return type(x), repr(x) if isinstance(x, float | complex) else x
 
 

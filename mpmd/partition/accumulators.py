@@ -291,12 +291,11 @@ def _linear_steps(body: Body, eqn: compat.JaxprEqn, result: int, of_a_list: bool
         return None
     if name in ("add", "add_any"):
         return [(eqn.invars[i], None) for i in moving]
-    operands = tuple(equations.variables(v for i, v in enumerate(eqn.invars) if i not in summands))
+    others = [v for i, v in enumerate(eqn.invars) if i not in summands]
+    operands = tuple(equations.variables(others))
     if name == "cumsum" or (operands and name in ("dynamic_slice", "gather")):
         return None  # after the loop, a cumsum rounds differently, and the others would slice a larger accumulator
-    has_array = any(
-        isinstance(v, compat.Literal) and v.aval.shape for i, v in enumerate(eqn.invars) if i not in summands
-    )
+    has_array = of_a_list and any(isinstance(v, compat.Literal) and v.aval.shape for v in others)  # of this shape alone
     waits = bool(operands) or has_array or name not in _WITHIN
     if of_a_list and waits and not _is_of_any_shape(eqn):
         return None

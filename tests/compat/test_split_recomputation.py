@@ -389,7 +389,7 @@ def test_what_is_computed_again_runs_ahead_of_its_gradient_where_the_memory_allo
     peak = max(of_group["peak"] for of_group in lowered.estimate().values())
     for limit, kinds in ((peak + 1.0, {"F", "I", "W", "R", "B"}), (peak - 1.0, {"F", "I", "W", "B"})):
         search = _Search(lambda *_: (pipeline(program, schedule, "explicit"), args), limit, None)  # as `tune`
-        search.add(schedule, 4)
+        search.add(schedule, 4, {})
         assert {task.kind for task in orders(search.found[0].lowered)} | {"B"} == kinds
     monkeypatch.setattr("mpmd.stages.memory_limit", lambda *_: peak - 1.0)
     late = pipeline(program, schedule, "explicit")
