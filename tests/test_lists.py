@@ -397,7 +397,7 @@ def two_stages(w, x):
 WEIGHTS = np.random.default_rng(1).normal(size=(3, WIDTH, WIDTH)).astype(np.float32) / 3
 
 
-@pytest.mark.parametrize("operation", slow_first(mpmd.Add, mpmd.Mean))
+@pytest.mark.parametrize("operation", [mpmd.Add, pytest.param(mpmd.Mean, marks=pytest.mark.slow)])
 def test_outputs_of_a_jitted_function_that_no_microbatch_changes_count_each_of_them(operation):
     """Seen from outside, all outputs of the jitted function depend on the microbatch."""
 
@@ -426,6 +426,7 @@ def test_masks_of_stacked_parameters_are_applied_to_the_layers_that_they_belong_
     assert_alike(listed(lambda w, x: jax.value_and_grad(value)(w, x)), WEIGHTS, rows_of(2, 3, 2))
 
 
+@pytest.mark.slow
 def test_microbatches_are_not_cut_by_layers():
     def kept(w, x):
         """Stochastic depth: each microbatch says which layers it skips."""
@@ -447,6 +448,7 @@ def test_microbatches_are_not_cut_by_layers():
     assert_alike(listed(lambda w, x: jax.value_and_grad(contracted)(w, x)), WEIGHTS, rows_of(2, 3, 2))
 
 
+@pytest.mark.slow
 def test_a_table_of_positions_may_be_read_up_to_the_length_of_each_microbatch():
     """The gradient of the whole table, for the longest microbatch, is another sum than that of a part of it."""
 

@@ -273,8 +273,11 @@ def test_a_ref_inside_of_a_loop_trains_as_under_jit_and_one_of_its_surroundings_
             call()
 
 
+MORE_DTYPES = "float16 float32 float8_e4m3fn int8 uint32 bool".split()
+
+
 @pytest.mark.parametrize(
-    "dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "int32", "uint32", "bool"]
+    "dtype", ["bfloat16", "int32", *(pytest.param(x, marks=pytest.mark.slow) for x in MORE_DTYPES)]
 )
 def test_constants_in_a_kernel_have_their_types(dtype):
     def doubled(x_ref, out_ref):

@@ -64,6 +64,7 @@ def test_the_index_of_an_output_that_no_microbatch_changes_is_an_int32():
     assert pipelined(step, jnp.ones(3), jnp.ones((6, 3)))[1].tolist() == [1500, 1500]
 
 
+@pytest.mark.slow
 def test_means_of_sums_of_small_integers_wrap_as_they_are_written():
     def counts(w, x):
         grads = jax.grad(lambda w: jnp.mean((mpmd.mark_stage_end(jnp.tanh(x @ w[0])) @ w[1]) ** 2))(w)

@@ -230,6 +230,7 @@ def test_a_reason_is_a_sentence():
     )
 
 
+@pytest.mark.slow
 def test_choices_are_tried_in_each_combination_and_the_best_of_each_is_measured(build):
     def chosen(schedule, num_microbatches, *, scale, kind):
         if kind == "impossible":
