@@ -195,16 +195,19 @@ def of_arguments(tree: PyTree, paths: Iterable[Path]) -> Iterator[None]:
 
 def numbers(tree: TreeDef) -> set[int]:
     """Returns the positions of the numbers of microbatches among the leaves of the arguments."""
-    found = jax.tree.unflatten(tree, range(tree.num_leaves))
-    parts = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, Microbatches))
-    return {x.number for x in parts if isinstance(x, Microbatches)}
+    return {xs.number for xs in _of_positions(tree)}
 
 
 def leaves_of_one(tree: TreeDef) -> set[int]:
     """Returns the positions of the leaves that stand for a microbatch of a list, among the leaves of the arguments."""
+    return {i for xs in _of_positions(tree) for i in jax.tree.leaves(xs.one)}
+
+
+def _of_positions(tree: TreeDef) -> list[Microbatches]:
+    """Returns the lists in a tree whose leaves are their positions."""
     found = jax.tree.unflatten(tree, range(tree.num_leaves))
     parts = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, Microbatches))
-    return {i for x in parts if isinstance(x, Microbatches) for i in jax.tree.leaves(x.one)}
+    return [x for x in parts if isinstance(x, Microbatches)]
 
 
 def path_of(xs: list, tree: PyTree) -> Path | None:

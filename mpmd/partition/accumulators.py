@@ -121,12 +121,12 @@ class _Outputs:
         """Reduces one output."""
         n = self.num_microbatches
         source = self.body.source_in_loop(value)
-        if source is None and value is not self.body.index and self._of_a_list:
+        if source is None and value is not self.body.index:
+            if not self._of_a_list:
+                self.after += _same_every_time(self.body, value, operation, n, result)
+                return
             # Calls with lists of other lengths run by this plan, so it is counted in the loop.
             value = self._append(Place(self._last_stage, "F"), lax.copy_p.bind, value)
-        elif source is None and value is not self.body.index:
-            self.after += _same_every_time(self.body, value, operation, n, result)
-            return
         # A mean adds small integers in larger ones, where a sum that the user wrote wraps around.
         wraps = type(operation) is Mean and dtype_of_sum(value.aval.dtype) != value.aval.dtype
         is_cut = type(operation) in (Add, Mean) and not wraps and not self._whole_sums

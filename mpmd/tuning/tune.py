@@ -230,7 +230,6 @@ class _Search:
         choices: these have other collectives and other programs.
         """
         predictor = one.predictor
-        alike = [other for other in self.found if other.configuration.choices == one.configuration.choices]
         assert predictor is not None and self.machine is not None
         compiled = one.lowered.compile()
         scale = one.scale
@@ -242,7 +241,7 @@ class _Search:
         for group, memory in compiled.memory_analysis().items():
             predictor.memory[group] = memory["peak"]
         ratio = max(predictor.memory.values()) / max(1, estimated)
-        for other in alike:
+        for other in self._with_choices_of(one):
             if other.predictor is not None and other not in done:
                 other.predictor.correct_memory(ratio)
         if not predictor.mesh.is_described and predictor.outline.loops:
@@ -259,10 +258,12 @@ class _Search:
             )
             one.note(measured_s=statistics.median(compiled._seconds_of_calls(_CALLS)))
             self._cut_again(one)
-        for other in self.found:
-            if other.configuration.choices == one.configuration.choices:
-                other.scale = scale
-                self.predict(other)
+        for other in self._with_choices_of(one):
+            other.scale = scale
+            self.predict(other)
+
+    def _with_choices_of(self, one: _Try) -> list[_Try]:
+        return [other for other in self.found if other.configuration.choices == one.configuration.choices]
 
     def _cut_again(self, one: _Try) -> None:
         """Predicts the configurations with the same choices by the measured layers of one; adds better cuts."""
