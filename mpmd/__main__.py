@@ -222,7 +222,11 @@ def _tuned(options: argparse.Namespace) -> Tuning:
     names = options.schedules.split(",") if options.schedules else SCHEDULES
     _check_numbers(options, ["groups", "devices_per_group", "devices_per_host"])
     function = _loaded(options.step)
-    choices = dict(map(_choice, options.choose))
+    choices: dict[str, list[Any]] = {}
+    for name, values in map(_choice, options.choose):
+        if name in ("schedule", "num_microbatches", *choices):
+            raise ValueError(f"--choose {name}: give each name once; --schedules and --microbatches have their own.")
+        choices[name] = values
     _check_takes(function, options.step, ["schedule", "num_microbatches", *choices])
     machine, mesh = _machine_and_mesh(options)
 

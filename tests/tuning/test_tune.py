@@ -278,6 +278,8 @@ def test_the_command_refuses_what_it_cannot_choose(tmp_path, capsys):
         assert main(["tune", where, "--groups", "2", "--microbatches", counts]) == 2
     for choice in "x", "x=", "x=1,,2":
         assert main(["tune", where, "--groups", "2", "--choose", choice]) == 2
+    for twice in (["x=1", "x=2"], ["schedule=gpipe"]):
+        assert main(["tune", where, "--groups", "2", *(word for text in twice for word in ("--choose", text))]) == 2
     assert main(["plan", where, "--groups", "2", "--memory", "1e300"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"python -m mpmd tune: {where} takes no argument num_microbatches, so it cannot be chosen here.",
@@ -286,6 +288,10 @@ def test_the_command_refuses_what_it_cannot_choose(tmp_path, capsys):
         *(
             f"python -m mpmd tune: --choose {text}: expected a name and values, as in gathered_once=false,true."
             for text in ("x", "x=", "x=1,,2")
+        ),
+        *(
+            f"python -m mpmd tune: --choose {name}: give each name once; --schedules and --microbatches have their own."
+            for name in ("x", "schedule")
         ),
         "python -m mpmd plan: --memory 1e+300: expected a number above 0.",
     ]
