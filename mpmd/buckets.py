@@ -25,6 +25,7 @@ from mpmd.compiled import Compiled
 from mpmd.cutting.cut import with_given_cuts
 from mpmd.cutting.split_rows import SplitStep
 from mpmd.errors import StageError
+from mpmd.graphs import equations
 from mpmd.job import joining
 from mpmd.ops import lists
 from mpmd.ops.lists import CountsList, Microbatches, ReadsList, Reordered
@@ -445,7 +446,7 @@ def _check_alike(first: StepPrograms, lowered: Lowered) -> bool:
     with without_collection():
         programs = [step_program(o, first.mesh.num_groups, d) for o, d in ((one, first.donated), (two, donated))]
     for what, a, b in (
-        ("segments around its loops", _segments(one), _segments(two)),
+        ("work around its loops", _segments(one), _segments(two)),
         ("sums", _accumulators(one), _accumulators(two)),
         ("instructions", *map(_skeleton, programs)),
         ("arguments and results", *((p.inputs, p.outputs) for p in programs)),
@@ -453,7 +454,8 @@ def _check_alike(first: StepPrograms, lowered: Lowered) -> bool:
     ):
         if a != b:
             raise StageError(
-                f"treduce: the step has other {what} for microbatches of some shapes of the list than for others.\n"
+                f"treduce: the step has other {what} for microbatches of some shapes of the list than for others"
+                f"{_first_difference(one, two)}.\n"
                 "  Python code that looks at the shape of a microbatch may do that. Let what is around fun, and what a"
                 " stage hands to the next, be the same for all shapes."
             )
@@ -484,7 +486,20 @@ def _loops(outline: Outline) -> list[compat.JaxprEqn]:
 
 def _segments(outline: Outline) -> list[Hashable]:
     items = [item for item in outline.items if isinstance(item, Segment)]
-    return [(s.name, s.group, compat.jaxpr_key(compat.make_jaxpr(s.reads, s.writes, s.eqns, s.name))) for s in items]
+    keys = [compat.traced_again_key(compat.make_jaxpr(s.reads, s.writes, s.eqns, s.name)) for s in items]
+    return [(s.name, s.group, key) for s, key in zip(items, keys, strict=True)]
+
+
+def _first_difference(one: Outline, two: Outline) -> str:
+    """Returns where the first equation around the loops stands that differs; "" if none does."""
+
+    def key(eqn: compat.JaxprEqn) -> Hashable:
+        alone = compat.make_jaxpr(equations.free_variables([eqn]), equations.outputs(eqn), [eqn], "")
+        return compat.traced_again_key(alone)
+
+    first, second = ([e for item in o.items if isinstance(item, Segment) for e in item.eqns] for o in (one, two))
+    differs = next((b for a, b in zip(first, second, strict=False) if key(a) != key(b)), None)
+    return "" if differs is None else f", first at {compat.source_line(differs)}"
 
 
 def _accumulators(outline: Outline) -> list[Hashable]:

@@ -671,6 +671,38 @@ def test_a_list_of_arrays_with_a_microbatch_axis_is_told():
     assert any("xs is a list, and fun sees one entry of it" in note for note in error.value.__notes__)
 
 
+def test_functions_that_each_trace_defines_anew_are_the_same_around_the_loop():
+    seen = []
+
+    def change(told, xs):
+        add = 1.0
+
+        def halved(v):
+            return halved(-v) if v < 0 else np.float32(v / 2 + add)  # a function that holds itself, and a number
+
+        loss = jax.lax.reduce(jnp.stack([told["loss"]] * 2), np.float32(0), lambda a, b: a * 2 + b, (0,))
+        loss = jax.pure_callback(functools.partial(halved), jax.ShapeDtypeStruct((), "float32"), loss)
+        jax.debug.callback(lambda v: seen.append(float(v)), loss)
+        return {**told, "loss": loss}
+
+    check(Step(2, "1f1b", change=change), groups(2), [(2, 3), (4, 2, 3)])
+    jax.effects_barrier()
+    assert len(seen) == 4 and seen[0::2] == seen[1::2]  # of each call, the pipeline's and the plain loop's
+
+
+def test_a_function_around_the_loop_that_holds_the_shape_of_a_microbatch_is_told():
+    shapes = []
+
+    def step(w, xs):
+        loss = mpmd.treduce(lambda x: shapes.append(x["x"].shape) or output(w, x).sum(), xs, "gpipe")
+        latest = shapes[-1]
+        jax.debug.callback(lambda v: print(latest, v), loss)  # the line that is named
+        return loss
+
+    with pytest.raises(StageError, match=r"has other work around its loops .*, first at .*test_lists.py:\d+"):
+        mpmd.jit(step, mpmd_mesh=groups(2))(np.eye(WIDTH, dtype=np.float32), microbatches((2, 3)))
+
+
 def test_a_step_whose_tasks_depend_on_the_shape_is_told():
     def other(w, x):
         h = x["x"] @ w

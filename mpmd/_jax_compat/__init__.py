@@ -45,7 +45,7 @@ from mpmd._jax_compat.executables import (
     named_sharding,
 )
 from mpmd._jax_compat.fingerprints import fingerprint
-from mpmd._jax_compat.jaxpr_keys import equation_key, jaxpr_key
+from mpmd._jax_compat.jaxpr_keys import equation_key, jaxpr_key, traced_again_key
 from mpmd._jax_compat.jaxprs import (
     CHECKPOINT,
     Aval,

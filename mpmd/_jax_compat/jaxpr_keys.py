@@ -1,5 +1,9 @@
 """Hashable keys of jaxprs: equal if they compile to the same program."""
 
+import contextlib
+import dataclasses
+import functools
+import types
 from collections.abc import Callable, Hashable, Mapping
 
 import numpy as np
@@ -15,7 +19,16 @@ _CONTEXT = ("compute_type", "threefry_partitionable", "xla_metadata")
 
 def jaxpr_key(closed: ClosedJaxpr) -> Hashable:
     """Returns a hashable key: equal for jaxprs that compile to the same program (names and source lines apart)."""
-    return _Key().jaxpr(closed.jaxpr), tuple(map(id, closed.consts))
+    return _Key().closed(closed)
+
+
+def traced_again_key(closed: ClosedJaxpr) -> Hashable:
+    """Returns a hashable key: equal for jaxprs that tracing the same Python code twice may have made.
+
+    Unlike in `jaxpr_key`, functions that both traces define (a callback's lambda) and constants are equal if their
+    content is. Only one of such programs may run: each function may have a state of its own.
+    """
+    return _TracedAgain().closed(closed)
 
 
 def equation_key(eqn: JaxprEqn) -> Hashable:
@@ -26,6 +39,12 @@ def equation_key(eqn: JaxprEqn) -> Hashable:
 class _Key:
     def __init__(self):
         self.numbers: dict[Var, int] = {}
+
+    def closed(self, x: ClosedJaxpr) -> Hashable:
+        return type(self)().jaxpr(x.jaxpr), tuple(map(self.constant, x.consts))
+
+    def constant(self, x: object) -> Hashable:
+        return id(x)
 
     def atom(self, v: Var | Literal) -> Hashable:
         if isinstance(v, Literal):
@@ -50,11 +69,11 @@ class _Key:
 
     def value(self, x: object) -> Hashable:
         if type(x) in PLAIN:
-            return x
+            return repr(x) if type(x) in (bool, float, complex) else x  # 1, 1.0 and True are equal, and 0.0 and -0.0
         if isinstance(x, ClosedJaxpr):
-            return _Key().jaxpr(x.jaxpr), tuple(map(id, x.consts))
+            return self.closed(x)
         if isinstance(x, Jaxpr):
-            return _Key().jaxpr(x)
+            return type(self)().jaxpr(x)
         if isinstance(x, NamedSharding):
             return self.value(x.mesh), str(x.spec), x.memory_kind
         if isinstance(x, (Mesh, AbstractMesh)):
@@ -84,3 +103,35 @@ class _Key:
             tuple((k, self.value(v)) for k, v in sorted(eqn.params.items()) if k not in ("name", "debug_info")),
             tuple(self.value(getattr(eqn.ctx, name, None)) for name in _CONTEXT),
         )
+
+
+class _TracedAgain(_Key):
+    def __init__(self):
+        super().__init__()
+        self.inside: list[object] = []  # the functions whose content is being read: one may hold itself
+
+    def constant(self, x: object) -> Hashable:
+        return self.value(np.asarray(x)) if isinstance(x, np.ndarray) else id(x)
+
+    def value(self, x: object) -> Hashable:
+        parts: tuple[object, ...] | None = None
+        match x:
+            case types.FunctionType():
+                parts = x.__code__, x.__defaults__, x.__kwdefaults__, *(x.__closure__ or ())
+            case types.CellType():
+                with contextlib.suppress(ValueError):  # a name that is not bound yet
+                    parts = (x.cell_contents,)
+            case types.MethodType():
+                parts = x.__func__, x.__self__
+            case functools.partial():
+                parts = x.func, x.args, x.keywords
+            case _ if callable(x) and dataclasses.is_dataclass(x) and type(x).__module__.startswith("jax."):
+                parts = tuple(getattr(x, f.name) for f in dataclasses.fields(x))
+        if parts is None:
+            return super().value(x)
+        if any(x is y for y in self.inside):
+            return "itself"
+        self.inside.append(x)
+        found = type(x), *map(self.value, parts)
+        self.inside.pop()
+        return found
