@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_size(options: argparse.Namespace) -> None:
     """Refuses sizes that would take too long: a task costs up to 1 ms in all."""
-    stages = getattr(options, "stages", None) or getattr(options, "groups", None) or 1
+    stages = max(getattr(options, name, None) or 1 for name in ("stages", "groups"))
     stages *= getattr(options, "stages_per_group", 1)
     microbatches = getattr(options, "microbatches", None) or 1
     if stages * microbatches > _MOST_TASKS:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scheduler.base.texts import table
+from scheduler.base.texts import counted, table
 from scheduler.base.waiting import waiting
 from scheduler.errors import ScheduleError
 from scheduler.optimize.bounds import lower_bound
@@ -62,7 +62,8 @@ def compare(options: argparse.Namespace) -> int:
         print(json.dumps({"groups": groups, "microbatches": options.microbatches, "rows": rows, "skipped": skipped}))
         return 0
     print(
-        f"{groups} groups, {options.microbatches} microbatches; schedules with several stages a group split the work.\n"
+        f"{counted(groups, 'group')}, {counted(options.microbatches, 'microbatch')}; schedules with several stages a"
+        " group split the work.\n"
         "Most held: activations of one stage. Memory: in the costs' unit (by default 1 for all stages of a group).\n"
     )
     cells = [
@@ -101,7 +102,7 @@ def _comparison(
             skipped.append({"schedule": name, "reason": f"holds {max(timeline.peak_bytes):g}"})
             continue
         bound = lower_bound(Problem(schedule.placement, num_groups, num_microbatches, costs))
-        rows.append({"schedule": name} | _facts(timeline) | {"above_bound": bound.above(timeline.makespan)})
+        rows.append({"schedule": name} | _facts(timeline) | {"above_bound": max(0.0, bound.above(timeline.makespan))})
     rows.sort(key=lambda row: (row["makespan"], max(row["peak_bytes"])))
     return rows, skipped
 

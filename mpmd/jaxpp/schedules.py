@@ -1,7 +1,6 @@
 """JaxPP's schedules: each returns its tasks in JaxPP's terms, and is a `scheduler.Schedule` with the same orders."""
 
 import enum
-import functools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -107,16 +106,22 @@ class BaseSchedule(scheduler.Schedule):
         return max(self.placement) + 1
 
     def orders(self, num_microbatches: int) -> Orders:
-        return _translated(self, num_microbatches).task_orders
+        return self._translated(num_microbatches).task_orders
 
     def fused(self, num_microbatches: int) -> Pairs:
-        return _translated(self, num_microbatches).pairs
+        return self._translated(num_microbatches).pairs
+
+    def _translated(self, num_microbatches: int) -> scheduler.CustomSchedule:
+        # Kept by the object: a subclass may have attributes of its own, which its equality does not see.
+        known = vars(self).setdefault("_known", {})
+        if num_microbatches not in known:
+            known[num_microbatches] = _translated(self, num_microbatches)
+        return known[num_microbatches]
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({counted(self.num_stages, 'stage')} on {counted(self.num_groups, 'group')})"
 
 
-@functools.lru_cache(maxsize=64)
 def _translated(schedule: BaseSchedule, num_microbatches: int) -> scheduler.CustomSchedule:
     check_count(type(schedule).__name__, "num_microbatches", num_microbatches)
     orders, pairs = [], set()
@@ -325,7 +330,8 @@ class _InterleavedZeroBubble(InterleavedBaseSchedule):
         backwards = self._looped(group, "I", n_mubatches)
         weights = [task._replace(kind="W") for task in backwards]
         left = {"F": self._looped(group, "F", n_mubatches)[::-1], "I": backwards[::-1], "W": weights[::-1]}
-        order = [left["F"].pop() for _ in range(min(len(left["F"]), self.num_stages - group))]
+        warmup = (self.vp - 1) * self.microbatch_round_sizes(n_mubatches)[0] + self.mpmd_dim - group
+        order = [left["F"].pop() for _ in range(min(len(left["F"]), warmup))]
         turns = "IF" * group
         while any(left.values()):
             for kind in turns or "IWF":
@@ -364,6 +370,8 @@ class _DualPipeV(InterleavedBaseSchedule):
         return self._ours.placement[stage_id]
 
     def orders(self, num_microbatches: int) -> Orders:
+        if type(self).tasks is not _DualPipeV.tasks:  # a subclass has its own
+            return super().orders(num_microbatches)
         check_count("DualPipeV", "num_microbatches", num_microbatches)
         if num_microbatches < self.num_stages:
             raise ValueError(
@@ -373,7 +381,8 @@ class _DualPipeV(InterleavedBaseSchedule):
         return self._ours.orders(num_microbatches)
 
     def fused(self, num_microbatches: int) -> Pairs:
-        return self._ours.fused(num_microbatches)
+        is_ours = type(self).tasks is _DualPipeV.tasks
+        return self._ours.fused(num_microbatches) if is_ours else super().fused(num_microbatches)
 
     def tasks(self, n_mubatches: int) -> list[Tasks]:
         return _tasks_of(self.orders(n_mubatches), self.fused(n_mubatches))

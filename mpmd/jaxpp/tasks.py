@@ -242,6 +242,9 @@ def stack(*arrays: PyTree) -> Located:
                 f" groups in: name {axis!r} in the spec."
             )
     rows = [end_task(x.value if one else x.value[None], x.groups) for x, one in zip(leaves, stacked, strict=True)]
+    heights = [_height(row.shape[0], x.groups, "stack") for x, row in zip(leaves, rows, strict=True)]
+    if len(set(heights)) > 1:
+        raise ValueError(f"stack: the arguments need as many rows for each group; they have {heights}.")
     mesh = mpmd_mesh.mesh_over(groups)
     spec = without_axis(leaves[0].sharding.spec, axis)
     rest = spec[1:] if stacked[0] else spec[:]
@@ -264,7 +267,7 @@ def slice(array: PyTree, groups: Sequence[int | Sequence[int]]) -> tuple[Located
     is_stacked = axis in names_of(x.sharding.spec)
     _check_leading(x, is_stacked, "slice")
     ends = list(itertools.accumulate((len(some) for some in wanted), initial=0))
-    height = x.value.shape[0] // len(x.groups) if is_stacked else 0
+    height = _height(x.value.shape[0], x.groups, "slice") if is_stacked else 0
     found = []
     for some, begin, end in zip(wanted, ends, ends[1:], strict=False):
         rows = x.value[begin * height : end * height] if is_stacked else x.value
@@ -272,6 +275,12 @@ def slice(array: PyTree, groups: Sequence[int | Sequence[int]]) -> tuple[Located
         sharding = NamedSharding(mesh, x.sharding.spec, memory_kind=x.sharding.memory_kind)
         found.append(_located(rows, sharding, mpmd_mesh, "slice"))
     return tuple(_ended(found))
+
+
+def _height(num_rows: int, groups: Sequence[int], what: str) -> int:
+    if num_rows % len(groups):
+        raise ValueError(f"{what}: {num_rows} rows cannot be divided evenly among the groups {list(groups)}.")
+    return num_rows // len(groups)
 
 
 def _check_leading(x: Located, is_stacked: bool, what: str) -> None:

@@ -29,7 +29,7 @@ def in_bytes(n: float) -> str:
       >>> in_bytes(7), in_bytes(131072), in_bytes(2.5e12)
       ('7 B', '131 KB', '2,500 GB')
     """
-    return f"{n:.0f} B" if abs(n) < 1000 else _in(n / 1000, "KB", "MB", "GB")
+    return f"{n:.0f} B" if abs(n) < 999.5 else _in(n / 1000, "KB", "MB", "GB")
 
 
 def in_flops(n: float) -> str:
@@ -45,20 +45,20 @@ def in_flops(n: float) -> str:
 def _in(n: float, *units: str) -> str:
     """Returns a number in the first unit that suits it; each unit is a thousand times the one before."""
     for unit in units[:-1]:
-        if abs(n) < 1000:
+        if abs(n) < 999.5:  # rounds to three digits
             return f"{n:.3g} {unit}"
         n /= 1000
-    return f"{n:.3g} {units[-1]}" if n < 1000 else f"{n:,.0f} {units[-1]}"
+    return f"{n:.3g} {units[-1]}" if abs(n) < 999.5 else f"{n:,.0f} {units[-1]}"
 
 
 def in_seconds(s: float) -> str:
     """Returns seconds in the unit that suits them.
 
     Examples:
-      >>> in_seconds(2.5), in_seconds(0.0125), in_seconds(15e-6)
-      ('2.5 s', '12.5 ms', '15 µs')
+      >>> in_seconds(2.5), in_seconds(0.0125), in_seconds(15e-6), in_seconds(0.9996), in_seconds(1500)
+      ('2.5 s', '12.5 ms', '15 µs', '1 s', '1,500 s')
     """
-    return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms" if s >= 1e-3 else f"{s * 1e6:.3g} µs"
+    return _in(s * 1e6, "µs", "ms", "s")
 
 
 def human(nbytes: float) -> str:

@@ -112,8 +112,8 @@ class InterleavedOneFOneB(LoopSchedule):
     Each of p groups has v stages. Microbatches go in rounds of p. In each round a group runs the forwards of its
     first stage for p microbatches, then those of its second stage, and so on. Backwards run in the same way from the
     last stage. Group r first runs (v - 1)p + 2(p - 1 - r) forwards, then a forward and a backward in turn, then the
-    backwards that are left. If v stages together take 3 per microbatch, the makespan is 3m + 3(p - 1)/v, and group r
-    holds min(vm, (v - 1)p + 2(p - 1 - r) + 1) activations of one stage.
+    backwards that are left. If v stages together take 3 per microbatch, the makespan is 3m + 3(p - 1)/v for m ≥ p, and
+    group r holds min(vm, (v - 1)p + 2(p - 1 - r) + 1) activations of one stage.
 
     The number of microbatches must be a multiple of num_groups, or less than num_groups.
 

@@ -57,7 +57,8 @@ class InterleavedZeroBubble(LoopSchedule):
 
     Each of p groups has v stages. Microbatches go in rounds of p, as in interleaved 1F1B. Group r first runs
     (v - 1)p + p - 1 - r forwards, then F and I in turn, and r weight gradients wait at any time. If v stages together
-    take 3 per microbatch, the makespan is 3m + (p - 1)/v, and every group holds min(vm, vp) activations of one stage.
+    take 3 per microbatch, the makespan is 3m + (p - 1)/v for m ≥ p, and every group holds min(vm, vp) activations of
+    one stage.
 
     The number of microbatches must be a multiple of num_groups, or less than num_groups.
 
@@ -70,8 +71,8 @@ class InterleavedZeroBubble(LoopSchedule):
 
     def orders(self, num_microbatches: int) -> Orders:
         rounds = rounds_of("InterleavedZeroBubble", num_microbatches, self.num_groups)
-        groups = range(self.num_groups)
-        return _delayed_weights(self, rounds, [self.num_stages - 1 - group for group in groups], groups)
+        groups, earlier = range(self.num_groups), (self.num_chunks - 1) * rounds[0]
+        return _delayed_weights(self, rounds, [earlier + self.num_groups - 1 - group for group in groups], groups)
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ class KimiK2(LoopSchedule):
     Each of p groups has v stages. Group r first runs (v - 1)p + 2(p - 1 - r) + 1 forwards, then F, I, W in turn.
     Because of the extra forward, the exchange between experts for one microbatch can overlap with the compute of
     another. W comes directly after I, so it overlaps with the transfer of I's result. If v stages together take 3 per
-    microbatch, the makespan is 3m + 2(p - 1)/v, and group r holds min(vm, (v - 1)p + 2(p - 1 - r) + 2) activations of
-    one stage.
+    microbatch, the makespan is 3m + 2(p - 1)/v for m ≥ p, and group r holds min(vm, (v - 1)p + 2(p - 1 - r) + 2)
+    activations of one stage.
 
     The number of microbatches must be a multiple of num_groups, or less than num_groups.
 

@@ -4,7 +4,7 @@ The pictures are text for the terminal, SVG for documents, and a Chrome trace fo
 """
 
 import json
-from collections import Counter
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +12,7 @@ from html import escape
 
 from scheduler.base.texts import counted
 from scheduler.ordering import graph_needs
-from scheduler.task import Kind, Orders, Pairs, Reads, Task
+from scheduler.task import Orders, Pairs, Reads, Task
 from scheduler.timing.colours import HATCHES, colour, pattern_definitions
 from scheduler.timing.costs import Costs
 
@@ -66,17 +66,13 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """For each group, the time it works."""
-        if self.costs.microbatches:
-            return tuple(sum(end - start for _, start, end in self.row(group)) for group in range(self.num_groups))
-        counts: list[Counter[tuple[Kind, int]]]
-        counts = [Counter((kind, stage) for stage, kind, _ in order) for order in self.orders]
-        return tuple(sum(n * self.costs.duration(*key) for key, n in count.items()) for count in counts)
+        return tuple(math.fsum(ends) - math.fsum(starts) for starts, ends in zip(self.starts, self.ends, strict=True))
 
     @property
     def bubble_fraction(self) -> float:
         """The share of all groups' time, from the first start to the last end, in which they idle."""
         total = self.num_groups * self.makespan
-        return 1 - sum(self.busy) / total if total else 0.0
+        return self._idle(total - math.fsum(self.busy)) / total if total else 0.0
 
     @property
     def idle_within_span(self) -> tuple[float, ...]:
@@ -87,7 +83,11 @@ class Timeline:
         spans = (
             ends[-1] - starts[0] if len(ends) else 0.0 for starts, ends in zip(self.starts, self.ends, strict=True)
         )
-        return tuple(max(0.0, span - busy) for span, busy in zip(spans, self.busy, strict=True))
+        return tuple(self._idle(span - busy) for span, busy in zip(spans, self.busy, strict=True))
+
+    def _idle(self, seconds: float) -> float:
+        """Returns a time without the errors of rounding."""
+        return seconds if seconds > 1e-9 * self.makespan else 0.0
 
     @cached_property
     def critical_path(self) -> tuple[Task, ...]:

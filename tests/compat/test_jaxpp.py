@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import pickle
 import re
 
@@ -143,6 +144,45 @@ def test_its_schedules_run_whatever_the_number_of_microbatches(schedule):
         timeline = scheduler.simulate(schedule, num_microbatches)  # checks the orders
         assert sum(map(len, timeline.orders)) >= 2 * schedule.num_stages * num_microbatches
     assert pickle.loads(pickle.dumps(schedule)) == schedule == dataclasses.replace(schedule)
+
+
+def test_its_zero_bubble_runs_any_number_of_microbatches_as_fast_as_can_be():
+    for groups, per_group, count in itertools.product((2, 3, 4), (1, 2, 3), (1, 2, 3, 5, 7, 10)):
+        schedule = jaxpp.InterleavedZeroBubble(groups * per_group, groups)
+        costs = scheduler.Costs(*[1 / per_group] * 3)
+        makespan = scheduler.simulate(schedule, count, costs).makespan
+        if count >= groups:
+            assert makespan == pytest.approx(3 * count + (groups - 1) / per_group)
+        else:
+            assert (
+                makespan <= scheduler.simulate(jaxpp.Interleaved1F1B(groups * per_group, groups), count, costs).makespan
+            )
+
+
+def test_a_schedule_may_have_attributes_of_its_own_that_its_equality_does_not_see():
+    class Mine(jaxpp.BaseSchedule):
+        def __init__(self, num_stages, is_last_first):
+            super().__init__(num_stages)
+            object.__setattr__(self, "is_last_first", is_last_first)
+
+        def tasks(self, n_mubatches):
+            of = list(range(n_mubatches))
+            kinds = (jaxpp.TaskType.FWD, of), (jaxpp.TaskType.BWD, of[::-1] if self.is_last_first else of)
+            return [[jaxpp.Task.make(s, m, kind) for kind, ms in kinds for m in ms] for s in range(self.num_stages)]
+
+    class Reversed(jaxpp.DualPipeV):
+        def tasks(self, n_mubatches):
+            return [[t for kind in "FB" for t in of_kind(kind, n_mubatches, group)] for group in range(self.mpmd_dim)]
+
+    def of_kind(kind, count, group):
+        stages = (group, 3 - group) if kind == "F" else (3 - group, group)
+        return [jaxpp.Task.make(s, m, jaxpp.TaskType(kind)) for s in stages for m in range(count)]
+
+    one, other = Mine(2, False), Mine(2, True)
+    assert one == other  # by its fields
+    assert " ".join(map(str, one.orders(2)[0])) == "0F0 0F1 0B0 0B1"
+    assert " ".join(map(str, other.orders(2)[0])) == "0F0 0F1 0B1 0B0"
+    assert " ".join(map(str, Reversed(4, 2).orders(4)[0][:8])) == "0F0 0F1 0F2 0F3 3F0 3F1 3F2 3F3"
 
 
 def test_its_tasks_print_as_there():
@@ -573,6 +613,12 @@ def test_faults_of_a_program_are_told():
         future.done()
         return future.done()
 
+    def uneven(x):
+        rows = NamedSharding(here.mesh, P("stage")), NamedSharding(there.mesh, P("stage"))
+        one = task(lambda x: jnp.stack([x, x]), out_shardings=rows[0])(x)
+        other = task(lambda x: x[None], out_shardings=rows[1])(transfer(x, out_shardings=there).done())
+        return one, other
+
     for which, options in [("out_shardings", {"out_shardings": there}), ("argument shardings", {"mesh": there.mesh})]:
         assert fault(lambda x, o=options: task(lambda x: x, **{"out_shardings": P(), **o})(x)) == (
             f"task <lambda>: task {which} must be on the same mesh; they are in the groups (0,) and (1,). Move values"
@@ -589,6 +635,9 @@ def test_faults_of_a_program_are_told():
     assert fault(done_twice, RuntimeError) == "transfer: done() may only be called once. Keep what it returned."
     assert fault(lambda x: stack(x, x)) == (
         "stack: the arguments are in the groups [0, 0]; a duplicate MPMD index cannot be stacked."
+    )
+    assert (
+        fault(lambda x: stack(*uneven(x))) == "stack: the arguments need as many rows for each group; they have [2, 1]."
     )
     with pytest.raises(ValueError, match=r"^A program takes no keyword arguments: x\. "):
         experimental.mpmd.mpmd(mesh, in_shardings=here)(lambda x: x)(x=1)

@@ -26,7 +26,7 @@ from scheduler import (
 from scheduler.optimize.bounds import lower_bound
 from scheduler.schedules.catalogue import make, on_groups
 from scheduler.schedules.list_scheduling import Problem
-from scheduler.timing.simulate import simulate_orders
+from scheduler.timing.simulate import simulate_orders, timeline_of
 from scheduler.timing.timeline import critical_path_text, to_text
 
 numbers = st.floats(0.1, 3.0).map(lambda value: round(value, 2))
@@ -65,6 +65,17 @@ def test_idle_is_counted_in_the_whole_and_within_each_groups_span():
     timeline = simulate(OneFOneB(2), 2)
     assert timeline.makespan == 9
     assert timeline.idle_within_span == (3, 0)
+
+
+def test_rounding_is_no_idle_time_and_what_was_measured_counts_as_it_was():
+    timeline = simulate(ZeroBubbleH1(3), 9, Costs(0.1, 0.1, 0.1))
+    assert timeline.idle_within_span == pytest.approx((0.2, 0.1, 0.0), abs=1e-9) and timeline.idle_within_span[2] == 0
+    assert set(simulate(OneFOneB(1), 7, Costs(0.1, 0.1, 0.1)).idle_within_span) == {0.0}
+    seconds = [1.0, 1.0, 13.0]  # of which the median is no measure
+    ends = list(itertools.accumulate(seconds))
+    runs = [(0, [Task(0, "F", m)], end - s, end) for m, (s, end) in enumerate(zip(seconds, ends, strict=True))]
+    measured = timeline_of(runs, (0,), "measured")
+    assert measured.busy == (15.0,) and measured.bubble_fraction == 0
 
 
 @pytest.mark.slow
