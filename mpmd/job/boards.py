@@ -114,8 +114,8 @@ class Boards:
                 silent_s = max(0.0, now - changed - late)
                 is_here = bool(board.machine) and board.machine == own.machine
                 process = self._state_here(board, silent_s, now) if is_here else self._state_away(board, silent_s)
-                views[rank] = View(board, silent_s, process)
-        views[self.rank] = View(own, 0.0, "running")
+                views[rank] = View(board, silent_s, process, self._held_s)
+        views[self.rank] = View(own, 0.0, "running", self._held_s)
         return views
 
     def _state_here(self, board: Board, silent_s: float, now: float) -> str:

@@ -240,7 +240,7 @@ def _join(
     jax.config.update("jax_enable_preemption_service", False)
     _keep_programs(environment)
     # At most as often as a service of the launcher (`mpmd.coordinator`) expects a heartbeat.
-    heartbeat = min(int(hang_timeout_s or _DAY_S), _DAY_S) + _HEARTBEAT_MARGIN_S
+    heartbeat = int(min(hang_timeout_s or _DAY_S, _DAY_S)) + _HEARTBEAT_MARGIN_S
     is_spare = False
     if count is not None and rank is not None and rank >= count:
         is_spare = True

@@ -93,6 +93,7 @@ class View:
     board: Board
     silent_s: float = 0.0  # seconds since the board last changed
     process: str = "unknown"
+    held_s: float = HELD_S  # after so many seconds of silence it is unable to publish
 
     @property
     def still_s(self) -> float:
@@ -118,7 +119,7 @@ class View:
     @property
     def is_stuck(self) -> bool:
         """Whether the process lives and is itself the cause that it does not move. No rank in a circle of waits is."""
-        is_there = self.process != "gone" and self.silent_s < HELD_S
+        is_there = self.process != "gone" and self.silent_s < self.held_s
         is_at_work = self.board.phase not in ("finished", "failed", "agreeing")
         return self.is_old or (is_there and is_at_work and not self.waits_for_others)
 

@@ -25,7 +25,7 @@ from mpmd.job.boards import PUBLISH_S, Boards, run_briefly
 from mpmd.job.calls import Calls
 from mpmd.job.judge import Judge
 from mpmd.job.signs import Door
-from mpmd.job.verdict import HELD_S, SECONDHAND_S, SILENT_S, Board, View
+from mpmd.job.verdict import SECONDHAND_S, SILENT_S, Board, View
 from mpmd.observe import ledger
 
 # A thread that takes this long for a round could not run: its lock was held, or its process was stopped.
@@ -128,6 +128,8 @@ class Watchdog:
             return why
         if not self._activity.goes_on:
             return found
+        if found is not None and self.boards.unread_s >= SILENT_S:
+            return found  # without the store, no process can be replaced
         if found is None or any(map(_may_be_cut_off, views.values())):
             self._found_at = 0.0
             return None
@@ -295,4 +297,4 @@ def _has_failed(board: Board) -> bool:
 
 def _may_be_cut_off(view: View) -> bool:
     """Returns whether a rank's host may be lost (the reason why others wait in vain), as the launcher may soon find."""
-    return view.process == "unknown" and view.board.phase not in verdict.OVER and HELD_S < view.silent_s < SILENT_S
+    return view.process == "unknown" and view.board.phase not in verdict.OVER and view.held_s < view.silent_s < SILENT_S

@@ -1,7 +1,7 @@
 """Writes the data of the flight recorder into a folder, one file for each rank, and reads them again."""
 
 import json
-import os
+import secrets
 import time
 import zlib
 from collections.abc import Iterable, Mapping
@@ -72,7 +72,7 @@ def write(
 
 
 def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # process numbers of hosts may be equal
     temporary.write_text(text)
     temporary.replace(path)
 

@@ -6,6 +6,7 @@ version n - 1, writes version n over version n - 2, and sends it to the other ho
 next version is due, the main thread waits for it: all ranks keep the same versions.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -100,7 +101,8 @@ class Copies:
         """Returns when the last version is whole, or no more copies are made."""
         self._wait_until_idle()
         if not self._has_ended and self._step > self.whole:
-            self._wait_for_others(self._step)
+            with self._waiting():
+                self._wait_for_others(self._step)
 
     def close(self) -> None:
         """Ends the thread. Kept versions stay there. After a loss, a copy on its way may be broken off."""
@@ -125,12 +127,16 @@ class Copies:
 
     def _wait_until_idle(self) -> None:
         if not self._idle.wait(_PATIENCE_S):
-            others = [rank for rank in range(self._ranks.num_ranks) if rank != self._ranks.rank]
-            with self._ranks.waiting("the copies of the state", others):
+            with self._waiting():
                 while not self._idle.wait(_SLICE_S):  # in slices, to react to Ctrl-C and losses
                     self._ranks.check()
         if self._error is not None:
             raise self._error
+
+    def _waiting(self) -> contextlib.AbstractContextManager[object]:
+        """Marks a wait of the main thread, so that a rank that keeps the others waiting is found."""
+        others = [rank for rank in range(self._ranks.num_ranks) if rank != self._ranks.rank]
+        return self._ranks.waiting("the copies of the state", others)
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -169,7 +175,7 @@ class Copies:
             connection.put(data, below, about, header)
 
         now = time.monotonic()
-        end = now + _HOPE_S
+        end = now + min(_HOPE_S, self._ranks.patience_s / 4)
         self._ask_silent(now)
         while True:
             for address in list(self._keepers):
@@ -231,7 +237,7 @@ class Copies:
 
         If a rank was lost after it kept that version, the next version is kept anyway: it may be the last whole one.
         """
-        wanted = self._about["call"], step
+        wanted, pause = (self._about["call"], step), _POLL_S
         while True:
             said = self._ranks.published()
             gone = [rank for rank, text in said.items() if text == GONE]
@@ -245,7 +251,8 @@ class Copies:
             self._ranks.check()
             if self._is_closing:
                 return
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.1)  # each look costs the one process that serves all ranks
 
     def _end(self, rank: int) -> None:
         """Ends the copies: no later version can be whole. The last whole one stays where it is."""

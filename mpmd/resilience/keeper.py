@@ -23,6 +23,7 @@ import os
 import secrets
 import select
 import shutil
+import signal
 import socket
 import struct
 import sys
@@ -339,10 +340,21 @@ def _have_kept(listeners: list[socket.socket], token: str, silence: float | None
             is_over = not ready or not os.read(0, 4096)
         os.close(until_end)
         os.close(life)
-        os.waitpid(child, 0)
+        _wait_or_kill(child)
         if is_over:
             return
         num_deaths = num_deaths + 1 if time.monotonic() - begun < _LONG_S else 1
+
+
+def _wait_or_kill(child: int) -> None:
+    """Waits for a child that is to end; kills it after a second, since it may be stopped."""
+    end = time.monotonic() + 1.0
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return
+        time.sleep(0.01)
 
 
 def main() -> None:

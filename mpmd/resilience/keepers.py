@@ -1,6 +1,7 @@
 """The connections of a rank to keepers: to its host's keeper, which shares memory, and to other hosts' keepers."""
 
 import contextlib
+import math
 import mmap
 import os
 import socket
@@ -40,20 +41,30 @@ class Connection:
     Args:
       shares_memory: whether it is the keeper of this host.
       limit_s: the time limit for the connection to begin.
+      patience_s: how long other ranks wait for this one: a keeper has less time to answer.
     """
 
-    def __init__(self, address: Address, token: str, *, shares_memory: bool, limit_s: float | None = None):
+    def __init__(
+        self,
+        address: Address,
+        token: str,
+        *,
+        shares_memory: bool,
+        limit_s: float | None = None,
+        patience_s: float = math.inf,
+    ):
         self.shares_memory = shares_memory
-        self._address, self._token = address, token
+        self._address, self._token, self._patience_s = address, token, patience_s
+        self._answer_s = min(_LIMIT_S, patience_s / 2)
         if shares_memory:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket.settimeout(limit_s or _LIMIT_S)
+            self._socket.settimeout(limit_s or self._answer_s)
             self._socket.connect("\0" + address.name)
         else:
-            self._socket = socket.create_connection((address.host, address.port), timeout=limit_s or _LIMIT_S)
+            self._socket = socket.create_connection((address.host, address.port), timeout=limit_s or self._answer_s)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keeper.prove(self._socket, token)
-        self._socket.settimeout(_LIMIT_S)
+        self._socket.settimeout(self._answer_s)
         self._maps: dict[tuple[int, int], np.ndarray] = {}  # by the memory's own identity
 
     def records(self) -> list[dict[str, int]]:
@@ -66,9 +77,9 @@ class Connection:
 
     def begin(self, nbytes: int, below: Version) -> tuple[int, np.ndarray]:
         """Returns memory of the keeper to write into, with its number. Drops versions below `below`."""
-        self._socket.settimeout(_LIMIT_S + nbytes / _FRESH_BYTES_PER_S)
+        self._socket.settimeout(self._answer_s + nbytes / _FRESH_BYTES_PER_S)
         answer = keeper.ask(self._socket, "begin", nbytes=nbytes, below=below)
-        self._socket.settimeout(_LIMIT_S)
+        self._socket.settimeout(self._answer_s)
         return answer["buffer"], self._mapped(nbytes)
 
     def commit(self, buffer: int, about: Mapping[str, int], header: str) -> None:
@@ -79,11 +90,11 @@ class Connection:
         """Sends a record to the keeper of another host."""
         message = {"ask": "put", "nbytes": data.nbytes, "below": below, "about": about, "header": with_sum(header)}
         keeper.send(self._socket, message)
-        self._socket.settimeout(_LIMIT_S + data.nbytes / _FRESH_BYTES_PER_S)  # the first bytes wait for memory
+        self._socket.settimeout(self._answer_s + data.nbytes / _FRESH_BYTES_PER_S)  # the first bytes wait for memory
         for start in range(0, data.nbytes, _CHUNK):
             self._socket.sendall(data.data[start : start + _CHUNK])
         keeper.answer(self._socket)
-        self._socket.settimeout(_LIMIT_S)
+        self._socket.settimeout(self._answer_s)
 
     def header(self, number: int) -> str:
         """Returns the header of a record. Raises an OSError if the record is damaged or gone."""
@@ -112,7 +123,9 @@ class Connection:
     def again(self, limit_s: float | None = None) -> "Connection":
         """Closes this connection; returns a new one to the keeper, or to its successor if it was killed."""
         self.close()
-        return Connection(self._address, self._token, shares_memory=self.shares_memory, limit_s=limit_s)
+        return Connection(
+            self._address, self._token, shares_memory=self.shares_memory, limit_s=limit_s, patience_s=self._patience_s
+        )
 
     def close(self) -> None:
         self._socket.close()

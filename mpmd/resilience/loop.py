@@ -468,7 +468,7 @@ class _Meeting:
 
     def _connect(self, address: Address) -> Connection:
         is_own = self._own is not None and address.name == self._own.name
-        return Connection(address, self._token, shares_memory=is_own)
+        return Connection(address, self._token, shares_memory=is_own, patience_s=self._ranks.patience_s)
 
     def _end(self, board: Board, number: int) -> None:
         """Makes the keeper of a rank's host kill the rank's process by this signal."""

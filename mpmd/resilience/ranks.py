@@ -1,5 +1,6 @@
 """The processes of a job, for its copies: what they exchange at the start, and the version that each has kept."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -15,6 +16,7 @@ class JobRanks:
 
     def __init__(self, job: Job):
         self.rank, self.num_ranks, self.address = job.rank, job.num_ranks, job.address
+        self.patience_s = job.hang_timeout_s or math.inf  # how long other ranks wait for this one
         self._job, self._epoch, self._folder = job, job.epoch, f"{_FOLDER}{job.epoch}/"
 
     def exchange(self, what: str, text: str) -> dict[int, str]:
@@ -52,6 +54,7 @@ class OnlyRank:
     """The counterpart of `JobRanks` for a process that is alone under the launcher."""
 
     rank, num_ranks, address = 0, 1, "127.0.0.1"
+    patience_s = math.inf
 
     def __init__(self):
         self._kept: dict[int, str] = {}

@@ -11,11 +11,11 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from mpmd import _jax_compat as compat
 from mpmd.job.activity import Activity
 from mpmd.observe import ledger, pace
 from mpmd.observe.ledger import Ledger
@@ -23,8 +23,7 @@ from mpmd.observe.records import Ran, RecordedTimes
 from mpmd.run.bindings import Bindings
 from mpmd.run.bound_instruction import MOVE, RECV, RUN
 from mpmd.run.run_ahead import after
-from mpmd.run.slots import SlotValues
-from mpmd.run.timing import Recorder, lanes_of
+from mpmd.run.timing import Recorder, first_shard, lanes_of, made_last
 
 _FIRST = 1, 10  # the first call is not like the others
 _EVERY, _PAUSE_S = 100, 5.0  # the least number of calls, and of seconds, from one measured call to the next
@@ -44,7 +43,8 @@ class Accounts:
         self._ledger, self._groups, self._activity = of, groups, activity
         self._history = pace.History()
         self._outputs = {slot for where in bindings.outputs for _, slot in where}
-        self._ends = _last_results(bindings, self._outputs, lanes_of(groups))
+        self._lanes = lanes_of(groups)
+        self._num_lanes = len({self._lanes[b.group] for b in bindings.instructions if b.code == RUN and b.writes})
         here = jax.process_index()
         self._devices = {d for mesh in groups for d in mesh.devices.flat if d.process_index == here}
         self._shares: dict[str, float] = {}
@@ -53,8 +53,9 @@ class Accounts:
         self.recorder: Recorder | None = None  # measures the current call; None if the call is not measured
 
     @contextlib.contextmanager
-    def call(self, bindings: Bindings, slots: SlotValues, work: Hashable) -> Iterator[Measured]:
+    def call(self, bindings: Bindings, work: Hashable) -> Iterator[Measured]:
         """Accounts for the call inside this context. Calls of equal `work` compute equally much, in any order."""
+        waits: list[Any] = []
         begin, count = self._ledger.begin_call(), self._num_calls
         self._num_calls += 1
         has_pace = self._activity is not None and self._activity.has_pace
@@ -62,7 +63,8 @@ class Accounts:
         try:
             is_due = count >= self._measured_at[0] + every and begin >= self._measured_at[1] + pause_s
             is_due = (is_due or count in _FIRST) and self._has_room(bindings)
-            yield self._measured(bindings) if is_due else lambda instructions: instructions
+            measured = self._measured(bindings) if is_due else lambda instructions: instructions
+            yield lambda instructions: measured(self._ending(bindings, instructions, waits))
         except BaseException:
             self._ledger.end_call(begin, (), self._shares, part=ledger.LOST)
             raise
@@ -70,16 +72,28 @@ class Accounts:
             recorder, self.recorder = self.recorder, None
             if recorder is not None:
                 recorder.stop()
-        part, waits = "" if count else ledger.COMPILING, []
-        try:
-            waits += [after(next(iter(compat.shards(slots[slot]).values()))) for slot in self._ends]
-            if not count:
-                self._recorder_of(bindings).warm_up()
-        except Exception:  # a program has failed: reading its result raises the error
-            part = ledger.LOST
+        part = ledger.LOST if None in waits else "" if count else ledger.COMPILING
+        if not count and part != ledger.LOST:
+            self._recorder_of(bindings).warm_up()
         add = functools.partial(self._history.add, work) if has_pace else None
         divide = None if recorder is None else functools.partial(self._divided, recorder, add)
         self._ledger.end_call(begin, waits, self._shares, part=part, divide=divide)
+
+    def _ending(self, bindings: Bindings, instructions: Sequence[tuple], waits: list[Any]) -> Sequence[tuple]:
+        """Returns the instructions; the last program of each lane adds an array to `waits` that is ready when it ends.
+
+        A program need not make a result of the step: the devices of frozen stages make none.
+        """
+        found, lanes = list(instructions), set[int]()
+        for k in reversed(range(len(found))):
+            code, act, *rest = found[k]
+            about = bindings.instructions[rest[-1]]
+            if code == RUN and about.writes and self._lanes[about.group] not in lanes:
+                lanes.add(self._lanes[about.group])
+                found[k] = (code, _noting_end(act, made_last(about), waits), *rest)
+            if len(lanes) == self._num_lanes:
+                break
+        return found
 
     def _recorder_of(self, bindings: Bindings) -> Recorder:
         """Returns a recorder that keeps no program result alive: memory freed late could be missing elsewhere."""
@@ -117,13 +131,16 @@ class Accounts:
         return wrapped
 
 
-def _last_results(bindings: Bindings, outputs: set[int], lanes: Sequence[int]) -> list[int]:
-    """Returns, per set of devices, the slot of a result of its last program: a call is done when these are ready."""
-    last: dict[int, int] = {}
-    for b in bindings.instructions:
-        if b.code == RUN:
-            last.update((lanes[b.group], slot) for slot in b.writes if slot in outputs)
-    return list(last.values())
+def _noting_end(act: Callable[..., Any], index: int, waits: list[Any]) -> Callable[..., Any]:
+    def run(*args: object) -> Any:
+        results = act(*args)
+        try:
+            waits.append(after(first_shard(results[index])))
+        except Exception:  # the program has failed: reading its result raises the error
+            waits.append(None)
+        return results
+
+    return run
 
 
 def seconds_by_part(rows: RecordedTimes, lanes: Sequence[int], begin: float, end: float) -> dict[str, float]:

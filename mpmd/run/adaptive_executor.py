@@ -116,6 +116,7 @@ class AdaptiveExecutor(Executor):
         """Runs the instructions, each as soon as that is allowed and worth it."""
         self._is_free = not self._is_in_order
         if not self._is_free:
+            self._note_order(range(len(self.bindings.instructions)))
             super()._walk(slots, instructions, base)
             return
         progress, order, start = PlanProgress(self._events, self._kinds), list[int](), time.perf_counter()
@@ -124,10 +125,13 @@ class AdaptiveExecutor(Executor):
         except Exception as e:
             self._failed(e, self._begun_last, (i for i in instructions if not progress.is_done[i[-1]]), base)
             raise
+        self._note_order(order)
+        self._look_at(time.perf_counter() - start)
+
+    def _note_order(self, order: Sequence[int]) -> None:
         for recorder in (vars(self).get("_recorder"), self._accounts and self._accounts.recorder):
             if recorder is not None:
                 recorder.order = order
-        self._look_at(time.perf_counter() - start)
 
     def _go_along(
         self,

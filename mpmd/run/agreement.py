@@ -99,13 +99,14 @@ def agree(job: Job, plan: Announcement, ranks: Sequence[int], call: Note) -> int
     said = job.exchange("comparing plans", json.dumps(plan.hashes), ranks)
     hashes = {rank: json.loads(text) for rank, text in said.items()}
     first = min(ranks)
-    different = {rank: [n for n in plan.sections if h.get(n) != hashes[first][n]] for rank, h in hashes.items()}
+    sections = list(dict.fromkeys(n for _, h in sorted(hashes.items()) for n in h))  # some may have more shapes
+    different = {rank: [n for n in sections if h.get(n) != hashes[first].get(n)] for rank, h in hashes.items()}
     different = {rank: names for rank, names in different.items() if names}
     if not different:
         return number
     job.calls.settle(ranks)  # these may be the plans of different steps, since an earlier call differs
-    name = next(n for n in plan.sections if any(n in names for names in different.values()))
-    mine = json.dumps([plan.sections[name][:1_000_000], dict(call.fixed)])
+    name = next(n for n in sections if any(n in names for names in different.values()))
+    mine = json.dumps([plan.sections.get(name, "")[:1_000_000], dict(call.fixed)])
     told = job.exchange("saying how plans differ", mine, ranks)
     texts = {rank: json.loads(text)[0] for rank, text in told.items()}
     fixed = "".join(f"  {line}\n" for _, line in other_ways({r: json.loads(text)[1] for r, text in told.items()}))

@@ -91,12 +91,12 @@ class BoundTransfers:
         route = ValueRoute(self._job, way.source, way.target, way.aval, first, keep, text)
         flow = self._limits.flow(group, target, value)
         self._routes[group, target, value] = route, flow
-        if group not in local or not route.share.sends:
+        # With a flow, also a process without a piece of the value waits in turn: receivers report to it, too.
+        if group not in local or target in local or (flow is None and not route.share.sends):
             return []
         crossing = self._crossing(value, group, target)
-        if target in local:
-            return []
-        carry = route.carry if flow is None else flow.sending(route.carry)
+        carry = route.carry if route.share.sends else _send_nothing
+        carry = carry if flow is None else flow.sending(carry)
         return [BoundInstruction(SEND, carry, self._slots.of(group, value), None, group, text, crossing=crossing)]
 
     def _way(self, value: Value, group: int, target: int) -> _Way:
@@ -116,3 +116,7 @@ class BoundTransfers:
 
     def _crossing(self, value: Value, source: int, target: int) -> Crossing:
         return Crossing(value, source, target, self._program.nbytes.get(value.name, 0))
+
+
+def _send_nothing(x: jax.Array, base: int) -> None:
+    pass

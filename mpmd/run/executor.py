@@ -91,12 +91,13 @@ class Executor:
         slots = self._fill(arguments)
         # The user did not write the transfers between groups, so the user's transfer guard does not apply to them.
         with jax.transfer_guard_device_to_device("allow"):
-            if self._accounts is None:
-                self._run_once(slots)
-            else:
-                with self._accounts.call(self.bindings, slots, self._work) as measured:
-                    self._run_once(slots, measured)
+            with self._accounted() as measured:
+                self._run_once(slots, measured)
         return self._collect(slots)
+
+    def _accounted(self) -> contextlib.AbstractContextManager[Measured | None]:
+        """Accounts for the call inside this context to the ledger, if there is one."""
+        return contextlib.nullcontext() if self._accounts is None else self._accounts.call(self.bindings, self._work)
 
     @property
     def _work(self) -> Hashable:
@@ -122,10 +123,11 @@ class Executor:
 
         def walk() -> None:
             with self._step() as base:
-                self._walk(slots, instructions, base)
+                self._walk(slots, instructions if measured is None else measured(instructions), base)
 
         self.prepare()
-        rows = self._recorder.run(step, walk)
+        with self._accounted() as measured:
+            rows = self._recorder.run(step, walk)
         return self._collect(slots), rows
 
     def prepare(self) -> bool:
@@ -136,8 +138,9 @@ class Executor:
             if self.job.epoch:
                 raise HangError("mpmd: a rank was lost, and a group of several processes cannot go on without it")
             self.job.bind()
-        plan, self._epoch = self._plan(), self.job.epoch
-        self._next_piece = agree(self.job, plan, self.ranks, self._note(0)) << wires.NUMBER_BITS
+        plan, epoch = self._plan(), self.job.epoch
+        first = agree(self.job, plan, self.ranks, self._note(0))  # Ctrl-C may end it
+        self._next_piece, self._epoch = first << wires.NUMBER_BITS, epoch
         warm_up(self.job, self._programs.mesh, self.ranks)
         return True
 

@@ -180,7 +180,7 @@ class Limits:
     def close(self, num_pieces: int) -> None:
         """Ends the transfers of a program, which have so many pieces."""
         for flow in self._flows.values():
-            flow.pieces_per_step = num_pieces
+            flow.pieces_per_step = max(1, num_pieces)  # empty values have no pieces
 
 
 def _only_goes_forward(loop: LoopProgram) -> bool:

@@ -126,19 +126,10 @@ class Recorder:
             return (lambda x: None) if about.writes in self._donated else (lambda x: x)
         if not about.writes:
             return lambda results: None
-        index = self._latest(about)
+        index = made_last(about, self._donated)
         if about.writes[index] in self._donated:
-            return lambda results: after(_first_shard(results[index]))
+            return lambda results: after(first_shard(results[index]))
         return lambda results: results[index]
-
-    def _latest(self, about: BoundInstruction) -> int:
-        """Returns the index of the result that is ready last: a program in parts makes some long before it ends."""
-
-        def end(index: int) -> tuple:
-            made = about.executable.compiled.made_in(index) if isinstance(about.executable, Executable) else ()
-            return made, about.writes[index] not in self._donated, index
-
-        return max(range(len(about.writes)), key=end)
 
     def _watch(self, queue: SimpleQueue) -> None:
         ends, now = self._ends, time.perf_counter
@@ -160,13 +151,13 @@ class Recorder:
             if (
                 b.code == RUN
                 and b.writes
-                and b.writes[index := self._latest(b)] in self._donated
+                and b.writes[index := made_last(b, self._donated)] in self._donated
                 and isinstance(b.executable, Executable)
             ):
                 aval, sharding = b.executable.compiled.jaxpr.outvars[index].aval, b.executable.out_shardings[index]
                 shape = sharding.shard_shape(aval.shape)
                 here = next(d for d in b.executable.mesh.devices.flat if d.process_index == jax.process_index())
-                place = sharding if sharding.mesh.size == 1 else here  # as `_first_shard` finds it
+                place = sharding if sharding.mesh.size == 1 else here  # as `first_shard` finds it
                 if (key := (shape, aval.dtype, place)) not in known:
                     known.add(key)
                     after(jax.device_put(keys.zeros(shape, aval.dtype), place))
@@ -228,7 +219,19 @@ class Recorder:
         return RecordedTimes(tuple(runs), tuple(moves), tuple(sends))
 
 
-def _first_shard(x: jax.Array) -> jax.Array:
+def made_last(about: BoundInstruction, donated: Set[int] = frozenset()) -> int:
+    """Returns the index of a run's result that is ready last: a program in parts makes some long before it ends. Of
+    several, it is one that the step does not donate, if there is one.
+    """
+
+    def end(index: int) -> tuple:
+        made = about.executable.compiled.made_in(index) if isinstance(about.executable, Executable) else ()
+        return made, about.writes[index] not in donated, index
+
+    return max(range(len(about.writes)), key=end)
+
+
+def first_shard(x: jax.Array) -> jax.Array:
     """Returns the part of an array on one device of this process."""
     return x if x.is_fully_addressable and len(x.devices()) == 1 else x.addressable_shards[0].data
 

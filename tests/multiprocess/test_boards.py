@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import threading
+import time
 
 from mpmd.job.boards import Boards, StatusFile
 from mpmd.job.spares import Taken
 from mpmd.job.verdict import Board
+from mpmd.job.watchdog import _may_be_cut_off
 
 
 class _Store(dict):
@@ -82,3 +84,12 @@ def test_a_verdict_counts_for_those_that_know_of_the_same_losses():
     new = boards_of(store, 1, 2, [Taken(1, 2)])
     new.read()
     assert new.verdict == (1, "died") == tuple(json.loads(store["mpmd/board/verdict-1"]))
+
+
+def test_in_a_large_job_nobody_looks_cut_off_between_two_boards():
+    """The more ranks, the less often they publish."""
+    for num_ranks, is_long in ((64, True), (1024, False)):
+        boards = Boards(0, num_ranks, _Activity(0, 100), _Store(), None, 0, ())  # pyright: ignore[reportArgumentType]
+        boards._seen[1] = "", time.monotonic() - 6.0, Board(1, pid=101)
+        view = boards.views()[1]
+        assert view.process == "unknown" and _may_be_cut_off(view) == is_long == (not view.is_stuck)

@@ -1,11 +1,13 @@
 """Profiles of several processes; what the flight recorder leaves, and what `python -m mpmd replay` says of it."""
 
+import concurrent.futures
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -296,3 +298,18 @@ def test_the_folder_and_the_file_follow_the_environment():
     where = flight_files.folder({"MPMD_FLIGHT_DIR": "logs"})
     assert where is not None
     assert flight_files.path_of(where, 3, {"MPMD_ATTEMPT": "2"}).name == "rank-3.restart-2.flight.json"
+
+
+def test_ranks_with_one_process_number_write_one_program_at_the_same_time(tmp_path):
+    """Each container may have process 1 as its only one."""
+    plan = scheduler.lower(scheduler.TaskGraph.chain(2), scheduler.OneFOneB(2), 4)
+    for attempt in range(20):
+        where, begin = tmp_path / str(attempt), threading.Barrier(8)
+
+        def write(rank, where=where, begin=begin):
+            begin.wait()
+            flight_files.write(where / f"rank-{rank}.flight.json", rank, "why", [{"plan": plan}], num_ranks=8)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            list(threads.map(write, range(8)))
+        assert len(list(where.glob("rank-*.flight.json"))) == 8 and len(list(where.glob("program-*.json"))) == 1

@@ -3,6 +3,9 @@
 import jobs
 import pytest
 
+from mpmd.goodput import ledgers
+from mpmd.observe import ledger
+
 
 @pytest.mark.slow
 def test_500_steps_need_no_more_than_100():
@@ -14,3 +17,13 @@ def test_500_steps_need_no_more_than_100():
         # What is on its way is not counted alike every time; memory has room for what the watchdog remembers.
         assert after_500["arrays"] <= after_100["arrays"] + 8, what
         assert after_500["kilobytes"] <= after_100["kilobytes"] + 2000, what
+
+
+@pytest.mark.slow
+def test_a_process_that_makes_no_result_of_a_step_accounts_for_its_work(tmp_path):
+    with jobs.Job("frozen.py", tmp_path, 40, processes=2) as job:
+        ended = job.wait(limit_s=120)
+    assert [e.status for e in ended] == [0, 0], job.report()
+    first = next(process for process in ledgers.read(tmp_path) if process.number == 0)
+    seconds = {part: sum(line.parts.get(part, 0.0) for line in first.lines) for part in ledger.DIVIDED}
+    assert seconds[ledger.COMPUTE] > seconds[ledger.HOST]

@@ -1,9 +1,14 @@
 """Mistakes that would otherwise pass without a word."""
 
+import json
 import re
+from types import SimpleNamespace
 
 import jobs
 import pytest
+
+from mpmd.errors import ScheduleError
+from mpmd.run.agreement import Announcement, agree
 
 
 def ended(what: str, processes: int = 2, devices: int = 1) -> list[jobs.Ended]:
@@ -102,3 +107,24 @@ def test_a_step_that_just_one_rank_takes_does_not_end_with_success():
         assert rank.status == 1
         assert rank.verdict is not None
         assert f"{words} to the end of its program where rank 0 called step, in step 3" in rank.verdict
+
+
+def test_lists_with_other_shapes_in_other_processes_are_told():
+    """One process knows of a shape of which the other does not."""
+    plans = [{"arguments": "xs[*]: f32[4]"}, {"arguments": "xs[*]: f32[4]", "arguments of shape 1": "xs[*]: f32[8]"}]
+    texts = [json.dumps(Announcement(plan).hashes) for plan in plans]
+    for rank in (0, 1):
+        mine = Announcement(plans[rank])
+
+        def exchange(what, text, ranks, mine=mine):
+            if what == "comparing plans":
+                return dict(enumerate(texts))
+            return {r: json.dumps([plan.get("arguments of shape 1", ""), {}]) for r, plan in enumerate(plans)}
+
+        job = SimpleNamespace(
+            new_number=lambda *_: 0, exchange=exchange, calls=SimpleNamespace(settle=lambda ranks: None)
+        )
+        with pytest.raises(ScheduleError) as error:
+            agree(job, mine, (0, 1), SimpleNamespace(fixed={}))  # pyright: ignore[reportArgumentType]
+        assert "arguments of shape 1 of rank 1 differ from those of rank 0" in str(error.value)
+        assert "  rank 0: (nothing)\n  rank 1: xs[*]: f32[8]" in str(error.value)

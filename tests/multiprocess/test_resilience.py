@@ -716,3 +716,19 @@ def test_under_slurm_the_job_goes_on_without_a_node_that_slurm_takes_for_lost(en
         assert (steps(job), end(job)) == unbroken("shared", 4)
     finally:
         nodes.bring_back("hostb")
+
+
+@pytest.mark.slow
+def test_a_spare_that_begins_with_another_list_takes_a_place(environment):
+    """Its first list has another number of microbatches than that of the others, and another first shape."""
+    program = PROGRAM.with_name("lists_in_place.py")
+    lists = [[4] * 5, [4] * 3, [8, 4], [4, 4, 8], [4, 4], [8, 8, 8, 4], [2, 4]]
+    found = []
+    for killed_at in (4, -1):
+        options = "-n 2 --cpu-devices 1 --restarts 1 --spares 1".split()
+        with launch(*options, "--", PYTHON, program, json.dumps(lists), killed_at, **environment) as job:
+            assert job.finish(LIMIT_S) == 0, job.out + job.err
+        assert "starts over" not in job.err
+        found.append(steps(job))
+    assert found[0] == found[1] and len(found[0]) == len(lists)
+    assert taken(job) == []

@@ -1,6 +1,9 @@
 """A forward-only loop, or a step without one, over two processes: how much runs ahead of a slow last stage.
 
-ahead.py loop|chain STEPS MICROBATCHES SECONDS WIDTH
+For `wide`, the first group has two processes, of which only one sends some of the values; the loop is over a list, with
+fewer microbatches than its plan has.
+
+ahead.py loop|chain|wide STEPS MICROBATCHES SECONDS WIDTH
 """
 
 import json
@@ -14,6 +17,7 @@ import numpy as np
 
 import mpmd
 import scheduler
+from mpmd.job import joining
 
 
 def make_step(what: str, width: int, seconds: float):
@@ -33,9 +37,34 @@ def make_step(what: str, width: int, seconds: float):
     return loop if what == "loop" else lambda xs, w: jnp.stack([one(x, w) for x in xs])
 
 
+def wide_step(width: int):
+    def one(x, w):
+        y = jax.lax.with_sharding_constraint(jnp.broadcast_to(x[:, None], (2, width)) * w, jax.P("data"))
+        z = jax.lax.with_sharding_constraint(jnp.full((width,), 1.0) * w, jax.P())
+        y, z = mpmd.mark_stage_end((y, jax.lax.with_sharding_constraint(z * x.sum(), jax.P())))
+        return jnp.sum(y) + jnp.sum(z)
+
+    return lambda xs, w: mpmd.treduce(lambda x: one(x, w), xs, schedule=scheduler.GPipe(2))
+
+
+def run_wide(steps: int, num_microbatches: int, width: int) -> None:
+    groups = [jax.sharding.Mesh(np.array(of), ("data",)) for of in (jax.devices()[:2], jax.devices()[2:])]
+    step = mpmd.jit(wide_step(width), mpmd_mesh=mpmd.MpmdMesh.from_groups(groups))
+    xs, store = [np.ones(2, np.float32)] * num_microbatches, joining.current().store
+    most, found = 0, None
+    for _ in range(steps):
+        found = step(xs, np.float32(1))
+        most = max(most, len(store.key_value_dir_get("mpmd/ahead/")))
+    assert mpmd.device_get(found) == 4 * width * num_microbatches
+    print(json.dumps({"keys": most}))
+
+
 def main(what: str, steps: int, num_microbatches: int, seconds: float, width: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     mpmd.initialize()
+    if what == "wide":
+        run_wide(steps, num_microbatches, width)
+        return
     mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",)), "stage")
     weight = mpmd.MpmdSharding(mesh, [0], jax.P())
     step = mpmd.jit(make_step(what, width, seconds), mpmd_mesh=mesh, in_shardings=(None, weight))
