@@ -7,9 +7,11 @@ number of microbatches in any order of their shapes, each task with the executab
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -29,8 +31,8 @@ from mpmd.graphs import equations
 from mpmd.job import joining
 from mpmd.ops import lists
 from mpmd.ops.lists import CountsList, Microbatches, ReadsList, Reordered
-from mpmd.ops.reductions import check_alike
-from mpmd.ops.treduce import treduce_p
+from mpmd.ops.reductions import check_alike, in_each_task
+from mpmd.ops.treduce import LoopInfo, treduce_p
 from mpmd.partition.outline import Loop, Outline, Segment, with_changes, with_microbatches
 from mpmd.pytrees import PyTree, TreeDef
 from mpmd.report.gathered import facts_of
@@ -40,6 +42,7 @@ from mpmd.run.bucket_executor import NUM_ORDERS, BucketExecutor, MicrobatchArray
 from mpmd.run.inputs import Inputs
 from mpmd.stages import Lowered, Traced
 from mpmd.tracing.arguments import CallArguments, Hint, leaf_type
+from mpmd.users_frame import users_frame
 from scheduler import Free, Instruction, Program, Recv, Run, Send
 from scheduler.base.bounded import BoundedDict
 from scheduler.base.collector import without_collection
@@ -125,13 +128,8 @@ class Bucketing:
 
         counts = {x.path: len(x.given) for x in xs}
 
-        def of_this_length(eqn: compat.JaxprEqn) -> compat.JaxprEqn:  # the trace may come from another list
-            info = eqn.params["info"]
-            info = dataclasses.replace(info, num_microbatches=counts.get(info.path, info.num_microbatches))
-            return eqn.replace(params={**eqn.params, "info": info})
-
-        traced = self.traced(largest, None)
-        return dataclasses.replace(traced, _trace=traced._trace.with_loops(of_this_length), _shapes=shapes)
+        traced = with_infos(self.traced(largest, None), functools.partial(_of_lengths, counts))
+        return dataclasses.replace(traced, _shapes=shapes)
 
     def positions(self, ones: Sequence[object]) -> dict[int, tuple[int, int]]:
         """Maps positions among all leaves to microbatch arrays: the number of the list, and of the array in it."""
@@ -141,6 +139,21 @@ class Bucketing:
         ]
         leaves = self.read(numbered).leaves
         return {i: (x.of, x.number) for i, x in enumerate(leaves) if isinstance(x, _Leaf)}
+
+
+def with_infos(traced: Traced, change: Callable[[LoopInfo], LoopInfo]) -> Traced:
+    """Returns a traced step with other parameters of its loops."""
+
+    def changed(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
+        return eqn.replace(params={**eqn.params, "info": change(eqn.params["info"])})
+
+    return dataclasses.replace(traced, _trace=traced._trace.with_loops(changed))
+
+
+def _of_lengths(counts: Mapping[lists.Path, int], info: LoopInfo) -> LoopInfo:
+    """Returns a loop for lists of these lengths: the trace may come from other lists."""
+    number = info.num_microbatches if info.path is None else counts.get(info.path, info.num_microbatches)
+    return dataclasses.replace(info, num_microbatches=number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +166,21 @@ class _Leaf:
     dtype: DTypeLike = np.float32
 
 
+class _Summing(enum.Enum):
+    """How gradients of several stages, or of rows on several devices, are added up."""
+
+    AT_THE_END = enum.auto()  # both in parts, which are added up once a step
+    WHOLE = enum.auto()  # those of several stages for each microbatch
+    IN_EACH_TASK = enum.auto()  # all for each microbatch
+
+
+_SUMMED_IN_EACH_TASK = (
+    "mpmd: the devices of a group divide the rows of some microbatches of a list and not of others, so sums over these"
+    " devices are done for each microbatch in place of once a step. Give all microbatches a number of rows that the"
+    " devices divide."
+)
+
+
 class Buckets:
     """The steps for all shapes in lists so far, with other arguments of one kind."""
 
@@ -161,7 +189,9 @@ class Buckets:
         self._examples: list[object] = []  # a microbatch of each list
         self._positions: dict[int, tuple[int, int]] = {}
         self._step: BucketedStep | None = None
-        self._whole_sums = False
+        self._sums = _Summing.AT_THE_END
+        self._epoch = joining.epoch()
+        self._earlier: Compiled | None = None  # a step whose programs the next one may use
         self._lock = threading.RLock()
 
     def fits(self, call: CallArguments) -> bool:
@@ -176,29 +206,43 @@ class Buckets:
         `bucketing` is of this call: it holds the call's arrays, which must not be kept.
         """
         with self._lock:
-            before = dict(vars(self))
-            try:
-                self._add_new(bucketing, xs)
-            except StageError as error:
-                # How a sum of gradients of several stages is cut may depend on the shape: a table of positions that is
-                # cut to the length of a microbatch is not cut for the longest. So all begin again, with whole sums.
-                if self._whole_sums:
-                    raise
-                self._whole_sums, self._step = True, None
-                try:
-                    self._add_new(bucketing, xs)
-                except StageError:
-                    vars(self).update(before)
-                    raise error from None
+            if (epoch := joining.epoch()) != self._epoch:
+                # A process has taken the place of a lost one, and has not seen the lists so far. All processes must
+                # plan alike, so all begin again with this call's lists.
+                self._epoch, self._earlier, self._step, self._sums = epoch, self._step, None, _Summing.AT_THE_END
+            self._add_all(bucketing, xs)
         assert self._step is not None
         order = tuple(tuple(numbers[types] for types in x.types) for numbers, x in zip(self._numbers, xs, strict=True))
         return self._step, self._step.arguments(leaves, xs, order)
+
+    def _add_all(self, bucketing: Bucketing, xs: Sequence[MicrobatchList]) -> None:
+        """Makes the steps for new shapes. If they add up gradients in different ways, all begin again with other sums.
+
+        A table of positions that is cut to the length of a microbatch is not cut for the longest one; and devices may
+        divide the rows of some microbatches only.
+        """
+        before, first = dict(vars(self)), None
+        for sums in list(_Summing)[list(_Summing).index(self._sums) :]:
+            if first is not None:
+                self._sums, self._step = sums, None
+            try:
+                self._add_new(bucketing, xs)
+            except StageError as error:
+                first = first or error
+            else:
+                if first is not None and sums is _Summing.IN_EACH_TASK:
+                    warnings.warn(_SUMMED_IN_EACH_TASK, stacklevel=users_frame())
+                return
+        vars(self).update(before)
+        assert first is not None
+        raise first
 
     def _add_new(self, bucketing: Bucketing, xs: Sequence[MicrobatchList]) -> None:
         """Makes the steps for new shapes."""
         if self._step is None:
             self._paths = [x.path for x in xs]
             self._numbers, self._examples = [{} for _ in xs], [x.largest for x in xs]
+            self._counts = {x.path: len(x.given) for x in xs}
         new = [
             {types: one for types, one in zip(x.types, x.items, strict=True) if types not in known}
             for known, x in zip(self._numbers, xs, strict=True)
@@ -227,21 +271,23 @@ class Buckets:
         self._hints, self._positions = traced._hints, bucketing.positions(ones)
         lowered = traced._lowered
         self._cuts = lowered.cuts if len(lowered._outline.loops) == 1 else None
-        step = lowered._begin_to_compile(kind=BucketedStep, others=bucketing.compiled)
+        step = lowered._begin_to_compile(kind=BucketedStep, others=bucketing.compiled or self._earlier)
+        self._earlier = None
         assert isinstance(step, BucketedStep)
         step.begin(self._paths, self._positions, self._lock)
         self._step = step
         return 0
 
     def _traced(self, bucketing: Bucketing, ones: Sequence[object], known: Mapping[int, Hint] | None) -> Traced:
-        def with_whole_sums(eqn: compat.JaxprEqn) -> compat.JaxprEqn:
-            info = dataclasses.replace(eqn.params["info"], whole_sums=True)
-            return eqn.replace(params={**eqn.params, "info": info})
+        def changed(info: LoopInfo) -> LoopInfo:
+            info = _of_lengths(self._counts, info)
+            if self._sums is not _Summing.AT_THE_END:
+                info = dataclasses.replace(info, whole_sums=True)
+            if self._sums is _Summing.IN_EACH_TASK:
+                info = dataclasses.replace(info, operations=tuple(map(in_each_task, info.operations)))
+            return info
 
-        traced = bucketing.traced(ones, known)
-        if not self._whole_sums:
-            return traced
-        return dataclasses.replace(traced, _trace=traced._trace.with_loops(with_whole_sums))
+        return with_infos(bucketing.traced(ones, known), changed)
 
 
 class _ListArguments(list[ArrayLike]):
@@ -499,7 +545,8 @@ def _first_difference(one: Outline, two: Outline) -> str:
 
     first, second = ([e for item in o.items if isinstance(item, Segment) for e in item.eqns] for o in (one, two))
     differs = next((b for a, b in zip(first, second, strict=False) if key(a) != key(b)), None)
-    return "" if differs is None else f", first at {compat.source_line(differs)}"
+    line = "" if differs is None else compat.source_line(differs)
+    return f", first at {line}" if line else ""
 
 
 def _accumulators(outline: Outline) -> list[Hashable]:

@@ -750,3 +750,41 @@ def test_shapes_go_in_one_order_over_a_graph_of_stages_whatever_their_costs():
     xs = [np.full((n, 32), 0.01 * n, np.float32) for n in (2, 512, 2, 512)]
     pipelined = mpmd.jit(step, mpmd_mesh=groups(2), roles={"rows": 0, "weights": 0, "both": 1})
     jax.tree.map(np.testing.assert_array_equal, pipelined(params, xs), jax.jit(step)(params, xs))
+
+
+def test_constants_that_pass_a_mark_or_a_role_count_by_the_shape_of_each_microbatch():
+    """The number of rows is a constant of each shape."""
+
+    def marked(w, x):
+        h, rows = mpmd.mark_stage_end((jnp.tanh(x @ w[0]), x.shape[0]))
+        return jnp.vdot(h @ w[1], h), rows
+
+    def of_role(w, x):
+        h = mpmd.mark_stage_end(jnp.tanh(x @ w[0]))
+        return mpmd.role("last")(lambda w, h: (jnp.vdot(h @ w, h), jnp.int32(h.shape[0])))(w[1], h)
+
+    for function in (marked, of_role):
+        assert_alike(listed(function), WEIGHTS, rows_of(2, 3), rows_of(3), rows_of(5, 2, 2))
+
+
+@pytest.mark.slow
+def test_devices_need_not_divide_the_rows_of_each_microbatch(recwarn):
+    def loss(w, x):
+        x = jax.lax.with_sharding_constraint(x["x"], P("data"))
+        return jnp.var(mpmd.mark_stage_end(jnp.tanh(x @ w[0] + w[2, 0])) @ w[1])
+
+    def step(w, xs):
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(w, x), xs, schedule="1f1b")
+
+    def microbatches_of(*numbers):  # `row` is not read, and may have the shape of a gradient
+        return [{"x": x, "row": np.arange(len(x))} for x in rows_of(*numbers)]
+
+    mesh = sharded(AxisType.Auto)
+    pipelined, plain = mpmd.jit(step, mpmd_mesh=mesh), jax.jit(step)
+    with jax.set_mesh(mesh.groups[0]):
+        expected = [plain(WEIGHTS, microbatches_of(*n)) for n in ((WIDTH, 2), (8, 7), (1,))]
+    for numbers, want in zip(((WIDTH, 2), (8, 7), (1,)), expected, strict=True):
+        got = pipelined(WEIGHTS, microbatches_of(*numbers))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), got, want)
+    (told,) = {str(w.message) for w in recwarn if "the devices of a group divide the rows of some" in str(w.message)}
+    assert "for each microbatch in place of once a step" in told

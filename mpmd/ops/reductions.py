@@ -1,5 +1,6 @@
 """How the outputs of a microbatch loop are reduced: the start of an accumulator, its update, and the final result."""
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -318,6 +319,15 @@ def check_operations(operations: Sequence[object], out_avals: Sequence[compat.Av
                 " x.astype(jnp.int32).",
                 stacklevel=users_frame(),
             )
+
+
+def in_each_task(operation: Operation) -> Operation:
+    """Returns a sum that is done over the devices of a group for each microbatch; other operations as they are."""
+    if not isinstance(operation, Add):
+        return operation
+    operation = copy.copy(operation)
+    operation.once = False
+    return operation
 
 
 def check_alike(first: Sequence[compat.Aval], others: Sequence[compat.Aval], operations: Sequence[Operation]) -> None:

@@ -357,7 +357,7 @@ def _moving(jaxpr: compat.Jaxpr, given: Sequence[bool]) -> list[bool]:
         called = compat.called_jaxpr(eqn)
         if called is not None:
             outs = _moving(called.jaxpr, ins)
-        elif eqn.primitive.name == "optimization_barrier":
+        elif eqn.primitive is mark_p or eqn.primitive.name == "optimization_barrier":
             outs = ins
         else:
             outs = [any(ins)] * len(eqn.outvars)

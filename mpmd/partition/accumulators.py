@@ -187,7 +187,7 @@ class _Outputs:
 
     def _append(self, place: Place, fun: Callable, *atoms: Atom) -> Atom:
         """Adds `fun(*atoms)` to the body at `place`; returns its result."""
-        key = place, fun, atoms
+        key = place, fun, tuple(id(x) if isinstance(x, compat.Literal) else x for x in atoms)
         if key not in self._appended:
             eqns, (self._appended[key],) = trace_equations(fun, *atoms)
             self.added += [Node(eqn, backward=place.kind == "B", place=place) for eqn in eqns]

@@ -91,7 +91,9 @@ def _wanted(body: Body, accumulators: Sequence[Accumulator]) -> set[Atom]:
 def _scattered_over(body: Body, value: Atom, sharded: ShardedAxes) -> frozenset[str]:
     """Returns the axes that shard a parameter of this shape: parts of its gradient over them would be larger."""
     slices = [n for n in body.nodes if n.eqn.primitive.name == "dynamic_slice" and body.index in n.inputs]
-    parameters = body.operands.difference(v for n in slices for v in n.inputs)  # a microbatch may have such a shape
+    # A microbatch may have such a shape, and arrays of it that nothing reads.
+    parameters = body.operands.difference(v for n in slices for v in n.inputs)
+    parameters &= {v for n in body.nodes for v in n.inputs}
     same = [v for v in parameters if v.aval.shape == value.aval.shape]
     return frozenset(n for v in same for axes in sharded.of(v) for n in axes)
 
