@@ -282,18 +282,24 @@ class Compiled:
         call on zeros now. `Costs.measured` turns them into costs for `scheduler.simulate` and `search`.
 
         Raises:
-          ValueError: the step has no pipelined loop.
+          ValueError: the step has no pipelined loop, or none of whose tasks computes anything.
         """
         if not self._programs.loops:
             raise ValueError("last_timeline: the step has no treduce loop, so there are no tasks to show.")
-        if self._timed is None:
-            zeros = self._inputs.zeros()
-            rows = RecordedTimes
-            for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
-                copies = [*self._inputs.constants, *jax.tree.map(lambda x: x.copy(), zeros)]
-                _, rows = self._executor.timed(copies, 1)
-            self._timed = self._profile_of([rows()], None)
-        return self._timed.timeline()
+        profile = self._timed or self._profile_on_zeros()
+        if not profile.measured_loops:
+            raise ValueError("last_timeline: no task of the step's loops ran, since none depends on a microbatch.")
+        return profile.timeline(profile.measured_loops[-1])
+
+    def _profile_on_zeros(self) -> Profile:
+        """Measures a call on zeros."""
+        zeros = self._inputs.zeros()
+        rows = RecordedTimes
+        for _ in range(2):  # the first run of an executable is not typical; donated zeros are made anew
+            copies = [*self._inputs.constants, *jax.tree.map(lambda x: x.copy(), zeros)]
+            _, rows = self._executor.timed(copies, 1)
+        self._timed = self._profile_of([rows()], None)
+        return self._timed
 
     def _profile_of(self, rows: Sequence[RecordedTimes], result: object) -> Profile:
         """Gathers the rows of all processes into a profile."""

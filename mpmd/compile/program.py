@@ -1,5 +1,6 @@
 """The step as a `scheduler.Program`: what each group runs, sends, receives and frees, in order, checked."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 
@@ -33,6 +34,12 @@ def edge_name(loop: Loop, v: compat.Var) -> str:
     return name if loop.number == 0 else f"loop{loop.number}:{name}"
 
 
+def loop_of(name: str) -> int:
+    """Returns the number of the loop whose tasks pass a value with this name to each other."""
+    found = re.match(r"loop(\d+):", name)
+    return int(found[1]) if found else 0
+
+
 def loop_graph(loop: Loop) -> TaskGraph:
     """Returns the values that the tasks of a loop pass to each other, in the scheduler's kinds F, R, I and W."""
     partition = loop.partition
@@ -53,11 +60,9 @@ def loop_graph(loop: Loop) -> TaskGraph:
     empty = {end(t.place) for t in partition.tasks if t.is_empty}
     if not split:
         empty |= {(s, "W") for s in range(loop.schedule.num_stages)}
-    kinds = {t.place.kind for t in partition.tasks if not t.is_empty}
-    forward_only = kinds <= {"F"}
-    if forward_only:
+    if loop.forward_only:
         empty = {e for e in empty if e[1] == "F"}
-    return TaskGraph(loop.schedule.num_stages, edges, frozenset(empty), forward_only)
+    return TaskGraph(loop.schedule.num_stages, edges, frozenset(empty), loop.forward_only)
 
 
 class _Builder:

@@ -25,7 +25,7 @@ from mpmd.compile.subprogram import SEGMENTS, TASKS, UPDATES
 from mpmd.compile.tasks import accumulators_of, segment_names, task_bodies, task_jaxpr, task_name, zeros_name
 from mpmd.graphs.body import Place
 from mpmd.partition.loop import TaskBody
-from mpmd.partition.outline import Loop, Outline, Segment
+from mpmd.partition.outline import Loop, Outline, Segment, is_of_list
 from scheduler import Call, Run, Task
 
 
@@ -78,6 +78,10 @@ class StepPrograms:
     def named(self) -> dict[str, Executable]:
         """The executables of the program's calls, by the names of the calls: segments, and the zeros of loops."""
         return self.segments | {zeros_call(p.loop, g): zeros for p in self.loops for g, zeros in p.zeros.items()}
+
+    def prefix_of(self, loop: LoopProgram) -> str:
+        """Returns what stands before the names of a loop's tasks where those of all loops are shown."""
+        return f"loop{loop.loop.number}:" if len(self.loops) > 1 else ""
 
     def calls(self, instruction: Run | Call) -> list[tuple[Executable, tuple[Task, ...]]]:
         """Returns the executables that an instruction runs, each with its tasks.
@@ -163,6 +167,7 @@ def compile_bucket(
     first_of = {v: pieces[0] for pieces in alike for v in pieces}
     layouts = _Layouts(outline, in_layouts, [None] * len(outline.outputs), first_of)
     known = {name: first.layouts[v] for v, name in first.outline.names.items() if v in first.layouts}
+    known = {name: layout for name, layout in known.items() if not is_of_list(name)}  # devices may not divide its rows
     layouts.found |= {layouts.one(v): known[name] for v, name in outline.names.items() if name in known}
     step = _StepCompiler(outline, mesh, layouts, first.name, options, first.compiler)
     try:

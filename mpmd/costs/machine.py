@@ -1,6 +1,7 @@
 """A cluster as a plan sees it: durations of work, collectives and transfers, by a roofline with its constants."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -54,7 +55,7 @@ class Machine:
         }  # fmt: skip
         at_least_zero = {"latency": self.latency_s, "launch": self.launch_s}
         faults = [f"{name} is {x}" for name, x in above_zero.items() if not x > 0]
-        faults += [f"{name} is {x}" for name, x in at_least_zero.items() if not x >= 0]
+        faults += [f"{name} is {x}" for name, x in at_least_zero.items() if not 0 <= x < math.inf]
         fractions = (name for name in above_zero if name.endswith(("efficiency", "fraction")))
         faults += [f"{name} is {above_zero[name]}" for name in fractions if above_zero[name] > 1]
         if faults:

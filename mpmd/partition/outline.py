@@ -39,6 +39,11 @@ class Segment:
     writes: tuple[compat.Var, ...]  # variables of the step, in the executable's order
 
 
+def is_of_list(name: str) -> bool:
+    """Returns whether an argument is an array of any microbatch of a list, by its name (`ops/lists.py`)."""
+    return "[*]" in name
+
+
 @dataclasses.dataclass(frozen=True)
 class OutlineTransfer:
     """A variable that goes from one group to another, after all items of its level."""
@@ -67,12 +72,30 @@ class Loop:
 
     def simulated(self, costs: Costs | None = None) -> Timeline:
         """Simulates the loop; by default all tasks take equally long."""
-        schedule, number = self.schedule, self.partition.info.num_microbatches
-        return simulate_orders(self.orders, tuple(schedule.placement), number, costs, reads=reads_of(schedule))
+        return self._simulated(self.orders, self.partition.info.num_microbatches, costs)
+
+    def bubble(self, times: int) -> float:
+        """Returns the bubble with `times` times the microbatches, if all tasks take equally long."""
+        number = times * self.partition.info.num_microbatches
+        return self._simulated(self.schedule.orders(number), number).bubble_fraction
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether no task but forwards computes anything."""
+        return all(t.place.kind == "F" or t.is_empty for t in self.partition.tasks)
+
+    def _simulated(self, orders: Orders, number: int, costs: Costs | None = None) -> Timeline:
+        if self.forward_only:
+            orders = tuple(tuple(t for t in order if t.kind == "F") for order in orders)
+        return simulate_orders(orders, tuple(self.schedule.placement), number, costs, reads=reads_of(self.schedule))
 
     def group(self, place: Place) -> int:
         """Returns the group that runs the stage of `place`."""
         return self.schedule.placement[place.stage]
+
+    def stages_of(self, group: int) -> list[int]:
+        """Returns the stages that a group runs."""
+        return [stage for stage, own in enumerate(self.schedule.placement) if own == group]
 
     def needs(self) -> dict[compat.Var, set[int]]:
         """Maps variables of the step to the groups that must have them when the loop starts."""

@@ -114,13 +114,13 @@ class StepCosts:
                     if self.measured is not None:
                         seconds = self.measured.duration(cast(Kind, place.kind), place.stage)
                         cost = dataclasses.replace(cost, seconds=seconds)
-                    found[str(place)] = cost
+                    found[f"{self.programs.prefix_of(loop)}{place}"] = cost
         return found
 
     def pairs(self, group: int) -> dict[str, TaskCost]:
         """Returns the costs of pairs of tasks that a group runs as one program."""
         return {
-            f"{first}+{second}": self.cost(executable)
+            f"{self.programs.prefix_of(loop)}{first}+{second}": self.cost(executable)
             for loop in self.programs.loops
             for (first, second), executable in loop.fused.items()
             if loop.loop.group(first) == group

@@ -84,17 +84,22 @@ class Plan:
     @property
     def utilization(self) -> float:
         """Model FLOP utilization (MFU): the part of the devices' peak that matrix products take, each counted once."""
-        return (self.total.products - self.total.recomputed) / self._peak
+        return self._of_peak(self.total.products - self.total.recomputed)
 
     @property
     def hardware_utilization(self) -> float:
         """The same as `utilization`, including the matrix products that `jax.checkpoint` repeats."""
-        return self.total.products / self._peak
+        return self._of_peak(self.total.products)
+
+    def _of_peak(self, flops: float) -> float:
+        """Returns the part of the operations that the devices could do in the time of a step; 0 if it takes no time."""
+        peak = self.step.seconds * self.num_devices * self.machine.target.flops
+        return flops / peak if peak else 0.0
 
     @property
-    def _peak(self) -> float:
-        """Operations that the devices could do in the time of a step."""
-        return self.step.seconds * self.num_devices * self.machine.target.flops
+    def tokens_per_s(self) -> float | None:
+        """The tokens of a step, divided by its seconds; None if either is not known."""
+        return self.tokens / self.step.seconds if self.tokens and self.step.seconds else None
 
     @property
     def verdict(self) -> str:
@@ -121,7 +126,7 @@ class Plan:
                     "idle_fraction": self.step.idle_fraction,
                     "utilization": self.utilization,
                     "hardware_utilization": self.hardware_utilization,
-                    "tokens_per_s": self.tokens / self.step.seconds if self.tokens else None,
+                    "tokens_per_s": self.tokens_per_s,
                 },
                 "costs_are_measured": self.costs_are_measured,
                 "copies": None if self.copies is None else dataclasses.asdict(self.copies),
@@ -140,8 +145,8 @@ class Plan:
         lines += ["", *_memory_table(self), "", *_cost_table(self), "", *_collective_lines(self)]
         lines += [_loop_line(loop) for loop in self.loops]
         lines += [str(self.picture), ""] if self.picture else []
-        per_s = (self.tokens or 0) / self.step.seconds
-        rate = f", {per_s:,.0f} tokens/s, {per_s / self.num_devices:,.0f} a device" if self.tokens else ""
+        per_s = self.tokens_per_s
+        rate = f", {per_s:,.0f} tokens/s, {per_s / self.num_devices:,.0f} a device" if per_s else ""
         again = f"; {self.hardware_utilization:.1%} with recomputation" if self.total.recomputed else ""
         exposed = max(g.exposed_s for g in self.groups)
         lines.append(
@@ -197,7 +202,7 @@ def plan_step(
             GroupPlan(
                 group,
                 mesh.size,
-                tuple(s for s, g in enumerate(program.placement) if g == group),
+                tuple(sorted({s for p in programs.loops for s in p.loop.stages_of(group)})),
                 memory[group],
                 found.largest_arguments(group, roles),
                 {target: (len(sizes), sum(sizes)) for target, sizes in sent_by(program, group, shares).items()},
@@ -256,7 +261,8 @@ def _streams(mesh: MpmdMesh) -> list[tuple[int, ...]]:
 
 def tokens_of(roles: Roles) -> int | None:
     """Returns the tokens of a step, or of a list's microbatch: the size of the largest argument of integer data."""
-    data = [v.aval for v, role in roles.role.items() if role == "data" and v.aval.dtype.kind in "iu"]
+    # A list also passes the number of its microbatches, a scalar.
+    data = [v.aval for v, role in roles.role.items() if role == "data" and v.aval.dtype.kind in "iu" and v.aval.shape]
     return max((equations.size(aval) for aval in data), default=0) or None
 
 
@@ -335,7 +341,7 @@ def _cost_table(plan: Plan) -> list[str]:
 
 def _cost_texts(g: GroupPlan) -> tuple[list[str], str, str, list[str]]:
     """Returns the computation and the transfers of a group, in words that are equal for groups with equal work."""
-    tasks = [f"{name[0]} {in_seconds(c.seconds)}" for name, c in sorted(g.tasks.items())]
+    tasks = [f"{name.rstrip('0123456789')} {in_seconds(c.seconds)}" for name, c in sorted(g.tasks.items())]
     sent = [f"{in_bytes(nbytes)} to {_NEIGHBOURS.get(to - g.group, f'{to - g.group:+}')}" for to, nbytes in _large(g)]
     return tasks, in_seconds(g.busy_s), in_seconds(g.exposed_s), sent
 
@@ -356,8 +362,9 @@ def _collective_lines(plan: Plan) -> list[str]:
         for name, cost in sorted(g.tasks.items()) + sorted(g.pairs.items()):
             if cost.collectives:
                 text = f"{_counted(cost.collectives)}, which add {in_seconds(cost.collective_s)}"
-                kinds, numbers = ("+".join(re.findall(pattern, name)) for pattern in ("[A-Z]", r"\d+"))
-                stages[kinds, text].append(numbers)
+                prefix, _, tasks = name.rpartition(":")
+                kinds, numbers = ("+".join(re.findall(pattern, tasks)) for pattern in ("[A-Z]", r"\d+"))
+                stages[f"{prefix}:{kinds}" if prefix else kinds, text].append(numbers)
         if g.once:
             seconds = sum(map(plan.machine.collective_s, g.once))
             groups[f"{_counted(g.once)}, {in_seconds(seconds)}"].append(str(g.group))

@@ -6,10 +6,11 @@ from mpmd.compile.step import StepPrograms
 from mpmd.costs.machine import Machine
 from mpmd.costs.work import Work
 from mpmd.graphs import equations
+from mpmd.partition.outline import is_of_list
 from mpmd.report.memory import KINDS
 from mpmd.report.roles import Roles
-from mpmd.report.shares import Shares, is_of_list, kept_bytes
-from scheduler.base.texts import in_bytes, in_seconds
+from mpmd.report.shares import Shares, kept_bytes
+from scheduler.base.texts import counted, in_bytes, in_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Unpipelined:
             f" communicates {in_seconds(self.communication_s)}, {in_bytes(self.peak)} a device)"
         )
         if self.rows < self.num_devices:
-            text += f"; but {self.rows} rows a step cannot be divided among {self.num_devices} devices"
+            text += f"; but {counted(self.rows, 'row')} a step cannot be divided among {self.num_devices} devices"
         return text
 
     def verdict(self, pipelined_s: float, limit: float | None) -> str:

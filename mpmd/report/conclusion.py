@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from mpmd.compile.step import LoopProgram
 from mpmd.report.profile import Profile, TimeShare, loop_parts, stragglers
-from scheduler import simulate
 from scheduler.base.texts import in_seconds
 
 _ADVICE = {
@@ -33,7 +32,7 @@ def conclusion(profile: Profile | None, loops: Sequence[LoopProgram]) -> list[st
     if not loops:
         return []
     loop = loops[0]
-    bubble = _bubble(loop, 1)
+    bubble = loop.loop.simulated().bubble_fraction
     busy = f"The groups compute for {1 - bubble:.0%} of loop {loop.loop.number}, if all tasks take equally long."
     if bubble <= 0.005:
         return [busy]
@@ -45,8 +44,7 @@ def _measured(profile: Profile, loops: Sequence[LoopProgram]) -> list[str]:
     seconds = max(step.seconds, 1e-12)
     share = sum(spent.busy for spent in step.spent) / len(step.spent) / seconds
     busy = f"The groups compute for {share:.0%} of a step of {in_seconds(seconds)}."
-    ran = {r.loop for r in step.runs if r.tasks}
-    indices = [k for k, loop in enumerate(profile.loops) if loop.number in ran]
+    indices = profile.measured_loops
     losses = [(part, k) for k in indices for part in loop_parts(profile, k)[1:]]
     if indices:
         outside = seconds - sum(profile.timeline(k).makespan for k in indices)
@@ -69,18 +67,12 @@ def _advice(profile: Profile, index: int, part: TimeShare, loops: Sequence[LoopP
     return _ADVICE[part.name]
 
 
-def _bubble(loop: LoopProgram, times: int) -> float:
-    """Returns the bubble with `times` times the microbatches, if all tasks take equally long."""
-    if times == 1:
-        return loop.loop.simulated().bubble_fraction
-    return simulate(loop.loop.schedule, times * loop.loop.partition.info.num_microbatches).bubble_fraction
-
-
 def _more_microbatches(loop: LoopProgram) -> str:
     count = loop.loop.partition.info.num_microbatches
     with contextlib.suppress(ValueError):  # custom orders are for one number of microbatches
+        more, now = loop.loop.bubble(2), loop.loop.simulated().bubble_fraction
         return (
-            f"Use more microbatches: with {2 * count} in place of {count} the bubble is {_bubble(loop, 2):.0%} of the"
-            f" loop in place of {_bubble(loop, 1):.0%}. mpmd.tune also compares schedules."
+            f"Use more microbatches: with {2 * count} in place of {count} the bubble is {more:.0%} of the loop in place"
+            f" of {now:.0%}. mpmd.tune also compares schedules."
         )
     return "Use a schedule with a smaller bubble: mpmd.tune compares them."

@@ -98,7 +98,9 @@ def _cut_line(layers: tuple[int, ...], cut: Cut | None) -> str:
         return f"  layers of each stage: {layers}, as given by cuts="
 
     def more(seconds: float, excess: float = 0.0) -> str:
-        return "does not fit" if excess and not cut.excess else f"{seconds / cut.makespan - 1:+.1%}"
+        if excess and not cut.excess:
+            return "does not fit"
+        return f"{seconds / cut.makespan - 1:+.1%}" if cut.makespan else "+0.0%"
 
     text = (
         f"  layers of each stage: {layers}, chosen: {in_seconds(cut.makespan)} by the operations and bytes of each"
@@ -187,7 +189,7 @@ def collectives(programs: StepPrograms) -> dict[str, dict[str, int]]:
     local = [programs.mesh.groups[g] for g in programs.mesh.local_groups]
     named = dict(programs.segments)
     for loop in programs.loops:
-        prefix = f"loop{loop.loop.number}:" if len(programs.loops) > 1 else ""
+        prefix = programs.prefix_of(loop)
         named.update((f"{prefix}{place}", executable) for place, executable in loop.executables.items())
         pairs = {f"{prefix}{first}+{second}": executable for (first, second), executable in loop.fused.items()}
         named.update(sorted(pairs.items()))

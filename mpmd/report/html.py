@@ -203,7 +203,7 @@ def _measured_bars(profile: Profile, group: int, whole: float, num_stages: int) 
 
 def _simulated(facts: Facts) -> Iterator[str]:
     for index, loop in enumerate(facts.programs.loops):
-        if facts.profile is not None:
+        if facts.profile is not None and index in facts.profile.measured_loops:
             timeline = facts.profile.simulated(loop=index)
             title = f"simulated with the measured tasks and transfers: {in_seconds(timeline.makespan)}"
         else:
@@ -306,7 +306,8 @@ def _against(facts: Facts) -> Iterator[str]:
         rows.append((f"memory of a device, group&nbsp;{group}", in_bytes(planned.get("peak", 0)),
                      in_bytes(compiled["peak"]) if compiled else "–", in_bytes(stats) if stats else "–"))  # fmt: skip
     if facts.profile is not None:
-        for index, loop in enumerate(facts.profile.loops):
+        for index in facts.profile.measured_loops:
+            loop = facts.profile.loops[index]
             real = statistics.median(facts.profile.timeline(index, s).makespan for s in facts.profile.steps)
             rows.append((f"time of loop {loop.number}", "–", in_seconds(facts.profile.simulated(loop=index).makespan),
                          in_seconds(real)))  # fmt: skip

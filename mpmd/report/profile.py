@@ -8,9 +8,11 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
+from mpmd.compile.program import loop_of
 from mpmd.pytrees import PyTree
 from mpmd.report.chrome_trace import trace_events
 from mpmd.report.steps import Step
+from mpmd.report.task_costs import boundaries
 from scheduler import Costs, Timeline
 from scheduler.base import texts
 from scheduler.base.texts import counted, in_bytes, in_seconds
@@ -64,15 +66,22 @@ class Profile:
         """The step of median length."""
         return sorted(self.steps, key=lambda s: s.seconds)[(len(self.steps) - 1) // 2]
 
+    @functools.cached_property
+    def measured_loops(self) -> tuple[int, ...]:
+        """The indices of the loops with tasks that ran. A loop whose work is all outside of it has none."""
+        ran = {r.loop for r in self.typical.runs if r.tasks} if self.steps else set()
+        return tuple(k for k, facts in enumerate(self.loops) if facts.number in ran)
+
     def _facts_of(self, loop: int) -> LoopFacts:
         """Returns the facts about a loop by its index in the step; negative indices count from the last loop. Raises a
         ValueError if there is no such loop.
         """
-        try:
-            return self.loops[loop]
-        except IndexError:
+        if not -len(self.loops) <= loop < len(self.loops):
             number = counted(len(self.loops), "treduce loop")
-            raise ValueError(f"profile: the step has {number}, so there is no loop {loop}.") from None
+            raise ValueError(f"profile: the step has {number}, so there is no loop {loop}.")
+        if loop % len(self.loops) not in self.measured_loops:
+            raise ValueError(f"profile: no task of loop {loop} ran, since none of its work depends on a microbatch.")
+        return self.loops[loop]
 
     def timeline(self, loop: int = -1, step: Step | None = None) -> Timeline:
         """Returns a loop of a step (by default of the typical one) as a `scheduler.Timeline` with median durations."""
@@ -104,16 +113,16 @@ class Profile:
         seconds: dict[frozenset[int], list[float]] = defaultdict(list)
         for s in self.steps:
             for m in s.moves:
-                if m.microbatch in own:
+                if m.microbatch in own and loop_of(m.way.value) == facts.number:
                     seconds[frozenset((m.way.source, m.way.target))].append(m.end - m.start)
-        pairs = [frozenset(pair) for pair in zip(facts.placement, facts.placement[1:], strict=False)]
-        transfers = tuple(statistics.fmean(seconds.get(pair, [0.0])) for pair in pairs)
+        means = {pair: statistics.fmean(values) for pair, values in seconds.items()}
+        transfers = boundaries(facts.placement, facts.reads, lambda a, b: means.get(frozenset((a, b)), 0.0))
         measured = Costs.measured(durations)
         names = ("forward", "input_grad", "weight_grad", "recompute")
         have: dict[str, Any] = {name: getattr(measured, name) for name in names}
         num = len(facts.placement)
         have = {n: (*v, *[0.0] * (num - len(v))) if isinstance(v, tuple) else v for n, v in have.items()}
-        return Costs(transfer_s=(*transfers, 0.0), **have)
+        return Costs(transfer_s=transfers, **have)
 
     def simulated(self, costs: Costs | None = None, loop: int = -1) -> Timeline:
         """Simulates the loop with these costs for its tasks; by default with the measured ones."""
@@ -159,7 +168,7 @@ def _lines(profile: Profile) -> Iterator[str]:
         yield f"clocks of different machines agree within {in_seconds(profile.clock_error_s)}"
     yield from _group_table(profile)
     for index, facts in enumerate(profile.loops):
-        if not any(r.tasks and r.loop == facts.number for r in profile.typical.runs):
+        if index not in profile.measured_loops:
             continue
         timeline = profile.timeline(index)
         shown = _middle(timeline)

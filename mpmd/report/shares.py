@@ -16,7 +16,7 @@ from mpmd.costs.machine import Machine
 from mpmd.costs.work import Work
 from mpmd.graphs import equations
 from mpmd.graphs.body import Place
-from mpmd.partition.outline import Loop, Outline
+from mpmd.partition.outline import Loop, Outline, is_of_list
 from mpmd.report.memory import Sizes
 from mpmd.report.roles import Roles
 from mpmd.report.task_costs import costs_of, task_works
@@ -132,11 +132,6 @@ def figures_of(loop: Loop, outline: Outline, mesh: MpmdMesh, machine: Machine, s
         sum(map(equations.nbytes, own)),
         max((aval.shape[0] for aval in own if aval.shape), default=1),
     )
-
-
-def is_of_list(name: str) -> bool:
-    """Returns whether an argument is an array of any microbatch of a list, by its name (`ops/lists.py`)."""
-    return "[*]" in name
 
 
 def kept_bytes(loop: Loop) -> int:

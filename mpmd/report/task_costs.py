@@ -2,8 +2,7 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import loop_graph
@@ -15,6 +14,7 @@ from mpmd.partition.outline import Loop, Outline, with_changes
 from mpmd.report.memory import Sizes
 from scheduler import Costs
 from scheduler.schedules.graph import graph_of, with_graph
+from scheduler.task import Reads, reads_of
 
 
 def task_works(loop: Loop) -> dict[Place, list[Work]]:
@@ -82,4 +82,18 @@ def boundary_seconds(loop: Loop, mesh: MpmdMesh, machine: Machine, sizes: Sizes)
         for target in {placement[s] for s, _ in edge.consumers} - {source}:
             nbytes = sizes.nbytes_of(edge.name, target)[0]
             seconds[source, target] += machine.between_s(nbytes, mesh.groups[source], mesh.groups[target])
-    return (*(max(seconds[a, b], seconds[b, a]) for a, b in pairwise(placement)), 0.0)
+    return boundaries(placement, reads_of(loop.schedule), lambda a, b: max(seconds[a, b], seconds[b, a]))
+
+
+def boundaries(
+    placement: Sequence[int], reads: Reads | None, seconds: Callable[[int, int], float]
+) -> tuple[float, ...]:
+    """Returns the seconds over the boundary behind each stage, from the seconds between two groups: the most to any
+    stage that reads it. `reads` are the stages that each stage reads; None for a chain.
+    """
+    stages = range(len(placement))
+    readers = [[t for t in stages if s in (range(t - 1, t) if reads is None else reads[t])] for s in stages]
+    return tuple(
+        max((seconds(placement[s], placement[t]) for t in readers[s] if placement[s] != placement[t]), default=0.0)
+        for s in stages
+    )

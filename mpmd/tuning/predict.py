@@ -85,18 +85,20 @@ class Predictor:
     def predict(
         self,
         scale: Mapping[str, float] | None = None,
-        measured: Costs | None = None,
+        measured: Mapping[int, Costs] | None = None,
         recomputed: Set[int] = frozenset(),
     ) -> Prediction:
         """Simulates the step.
 
         Args:
           scale: by kind of task, the ratio of measured seconds to seconds by the roofline.
+          measured: by the number of a loop, the seconds of its tasks; for a list, of the largest microbatch's.
           recomputed: the stages that recompute their forward in the backward.
         """
+        known = measured or {}
 
         def duration(group: int, instruction: Run | Call) -> float:
-            if self.compiled is not None and (measured is None or isinstance(instruction, Call)):
+            if self.compiled is not None and (isinstance(instruction, Call) or instruction.loop not in known):
                 again = 0.0
                 if isinstance(instruction, Run):
                     stages = [t.stage for t in instruction.tasks if t.kind in "BI" and t.stage in recomputed]
@@ -110,8 +112,8 @@ class Predictor:
         @functools.cache
         def task(loop: int, stage: int, kind: str) -> float:
             again = task(loop, stage, "F") if kind in "BI" and stage in recomputed else 0.0
-            if measured is not None:
-                return measured.duration(kind, stage) + again  # type: ignore[arg-type]
+            if loop in known:
+                return known[loop].duration(kind, stage) + again  # type: ignore[arg-type]
             return self.task_s(loop, stage, kind) * (scale or {}).get(kind, 1.0) + again
 
         step = simulate_program(self.draft.program, duration, self._transfer)
@@ -149,7 +151,7 @@ class Predictor:
         for group, need in self.memory.items():
             if need <= limit:
                 continue
-            own = {s for loop in self.outline.loops for s, g in enumerate(loop.schedule.placement) if g == group}
+            own = {stage for loop in self.outline.loops for stage in loop.stages_of(group)}
             most_first = sorted(own, key=lambda stage: self._need(group, {stage}))
             prefixes = (most_first[:count] for count in range(1, len(own) + 1))
             found = next((stages for stages in prefixes if self._need(group, set(stages)) <= limit), None)

@@ -37,7 +37,7 @@ class Configuration:
         """A key for sorting, smaller is better: it can be built, it fits, and it takes little time for its data."""
         if self.prediction is None:
             return True, True, 0.0
-        return False, not self.fits, self.prediction.seconds / self.num_elements
+        return False, not self.fits, self.prediction.seconds / max(1, self.num_elements)
 
     @property
     def chosen(self) -> str:
@@ -114,7 +114,8 @@ class Tuning:
                 faults.setdefault(c.fault or "", []).append(which)
                 continue
             relative = f"{c.rank[2] / first - 1:+.1%}" if first else ""
-            cuts = "as marked" if c.cuts is None else ",".join(map(str, c.cuts))
+            of_loops = c.cuts if c.cuts and not isinstance(c.cuts[0], int) else (c.cuts,)
+            cuts = "; ".join("as marked" if one is None else ",".join(map(str, one)) for one in of_loops)
             ran = "" if c.measured_s is None else in_seconds(c.measured_s)
             rows.append(
                 [str(c.schedule), str(c.num_microbatches), *[c.chosen] * some, cuts, in_seconds(p.seconds), relative,

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import operator
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -130,8 +129,8 @@ class _Try:
     scale: dict[str, float] = dataclasses.field(default_factory=dict)
     """The ratio of seconds to those by the roofline, by kind of task, from a compiled step with the same choices."""
     predictor: Predictor | None = None
-    measured: Costs | None = None  # seconds of its tasks, if they ran
-    expected: Costs | None = None  # seconds of its tasks by the measured layers of another configuration
+    measured: dict[int, Costs] | None = None  # by loop, seconds of its tasks, if they ran
+    expected: dict[int, Costs] | None = None  # the same by the measured layers of another configuration
     units: Units | None = None  # the costs of its layers, if they are known
     plan: Plan | None = None  # its plan, if it is compiled for devices that have a data sheet
 
@@ -245,18 +244,16 @@ class _Search:
             if other.predictor is not None and other not in done:
                 other.predictor.correct_memory(ratio)
         if not predictor.mesh.is_described and predictor.outline.loops:
-            durations = list(compiled.last_timeline().durations)
-            one.measured = Costs.measured(durations)
-            number = predictor.outline.loops[-1].number
-            seconds = defaultdict[tuple[str, int], list[float]](list)
-            for task, s in durations:
-                seconds[task.kind, task.stage].append(s)
+            profile = compiled._profile_on_zeros()
+            one.measured = {profile.loops[k].number: profile.costs(k) for k in profile.measured_loops}
             # Medians, as in the measured costs, because predictions from both are compared.
             scale = _scale(
-                (kind, statistics.median(found), predictor.task_s(number, stage, kind))
-                for (kind, stage), found in seconds.items()
+                (place.kind, costs.duration(place.kind, place.stage), predictor.task_s(number, *place))
+                for number, costs in one.measured.items()
+                for place in compiled._programs.loops[number].executables
             )
-            one.note(measured_s=statistics.median(compiled._seconds_of_calls(_CALLS)))
+            if not predictor.shares.lists:  # a call on zeros runs the largest microbatch in place of each
+                one.note(measured_s=statistics.median(compiled._seconds_of_calls(_CALLS)))
             self._cut_again(one)
         for other in self._with_choices_of(one):
             other.scale = scale
@@ -267,9 +264,10 @@ class _Search:
 
     def _cut_again(self, one: _Try) -> None:
         """Predicts the configurations with the same choices by the measured layers of one; adds better cuts."""
-        if one.measured is None or (units := one.units or units_of(one.lowered)) is None:
+        if not one.measured or (units := one.units or units_of(one.lowered)) is None:
             return
-        units = measured_units(one.lowered, units, one.measured)
+        (measured,) = one.measured.values()
+        units = measured_units(one.lowered, units, measured)
         own = {
             n: x.lowered
             for n, x in enumerate(self.found)
@@ -280,12 +278,12 @@ class _Search:
         for again in list(recuts(units, self.found.index(one), own, self.limit)):
             base = self.found[again.number]
             if base.measured is None:
-                base.expected = again.own
+                base.expected = dict.fromkeys(one.measured, again.own)
             chosen = base.configuration.schedule, base.configuration.num_microbatches, base.configuration.choices
             known = [(c.schedule, c.num_microbatches, c.choices, c.cuts) for c in (x.configuration for x in self.found)]
             if again.cuts is not None and (*chosen, again.cuts) not in known:
                 added = self._add(Configuration(*chosen, is_cut_again=True), with_cuts(base.traced, again.cuts))
-                added.units, added.expected = units, again.costs
+                added.units, added.expected = units, dict.fromkeys(one.measured, again.costs)
 
     def result(self) -> Tuning:
         """Returns all configurations, the best first."""

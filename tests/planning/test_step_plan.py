@@ -270,3 +270,15 @@ def test_a_collective_goes_as_far_as_the_hosts_of_its_group():
     compiled = mpmd.jit(step, mpmd_mesh=mesh).lower((weights, weights), xs).compile()
     plan = plan_of(compiled, devices_per_host=3, devices_per_link_domain=1)
     assert [{c.num_hosts for c in group.once} for group in plan.groups] == [{1}, {2}, {1}]
+
+
+def test_tasks_of_several_loops_and_steps_that_run_nothing_are_shown():
+    def evaluates(state, xs):
+        return step(state, xs), mpmd.treduce(lambda x: loss(state[0], x), xs, schedule="gpipe")
+
+    plan = plan_of(compiled_for(evaluates))
+    names = {name for g in plan.groups for name in g.tasks}
+    assert {"loop0:F0", "loop0:B0", "loop1:F0"} <= names and "F0" not in names
+    assert "loop1:F" in str(plan) and json.loads(plan.as_json())["groups"][0]["tasks"].keys() <= names
+    nothing = plan_of(compiled_for(lambda state, xs: state))
+    assert nothing.utilization == 0 and nothing.tokens_per_s is None and "It fits." in str(nothing)

@@ -17,9 +17,11 @@ import pytest
 
 import mpmd
 import scheduler
+from mpmd.observe.records import Moved, Ran, RecordedTimes, Way
 from mpmd.report import html
 from mpmd.report.conclusion import conclusion
-from mpmd.report.profile import loop_parts
+from mpmd.report.profile import LoopFacts, Profile, loop_parts
+from mpmd.report.steps import steps_of
 from scheduler.timing.colours import colour
 
 STAGES, MICROBATCHES, WIDTH, STEPS = 3, 4, 16, 3
@@ -379,3 +381,54 @@ def test_a_step_without_loops_has_no_timeline(made, tmp_path):
     for of_another_step in (profile, {}):
         with pytest.raises(ValueError, match=r"^report: profile is none of this step\."):
             made[0].report(tmp_path / "report.html", of_another_step)
+
+
+def test_loops_that_only_go_forward_and_loops_whose_tasks_compute_nothing(tmp_path):
+    mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+
+    def evaluate(w, xs):
+        same = mpmd.treduce(lambda x: mpmd.mark_stage_end(jnp.sum(w) * 0 + 1), xs, schedule="1f1b")
+        return same, mpmd.treduce(lambda x: jnp.sum(mpmd.mark_stage_end(x @ w) @ w), xs, schedule="zb-h1")
+
+    args = np.eye(4, dtype=np.float32), np.ones((4, 2, 4), np.float32)
+    compiled = mpmd.jit(evaluate, mpmd_mesh=mesh).lower(*args).compile()
+    only_forward = 1 - 4 / 5  # of 4 microbatches in 2 stages, without a backward
+    assert f"loop 1: ZeroBubbleH1(num_stages=2), 4 microbatches, bubble {only_forward:.1%}" in compiled.explain()
+    assert compiled._programs.loops[1].loop.bubble(2) == pytest.approx(1 - 8 / 9)
+    profile = compiled.profile(args)
+    assert profile.measured_loops == (1,) and "loop 0, measured" not in str(profile)
+    compiled.report(tmp_path / "report.html")
+    for read in (profile.timeline, profile.costs, profile.simulated):
+        with pytest.raises(ValueError, match=r"^profile: no task of loop 0 ran, since none of its work depends on"):
+            read(loop=0)
+    assert len(compiled.last_timeline().orders) == 2
+
+
+def test_transfers_count_for_the_loop_and_the_boundary_that_they_belong_to():
+    mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:3]), ("stage",)), "stage")
+    roles = {name: mpmd.role(name) for name in "abc"}
+
+    def joined(w, x):
+        one, other = roles["a"](lambda x: jnp.tanh(x @ w))(x), roles["b"](lambda x: jnp.tanh(x @ w))(x)
+        return roles["c"](lambda x, y: jnp.sum((x + y) @ w))(one, other)
+
+    def step(w, xs):
+        return mpmd.treduce(lambda x: joined(w, x), xs, schedule="1f1b")
+
+    args = np.eye(64, dtype=np.float32), np.ones((4, 32, 64), np.float32)
+    lowered = mpmd.jit(step, mpmd_mesh=mesh, roles={"a": 0, "b": 1, "c": 2}).lower(*args)
+    estimated = lowered.costs().transfer_s  # stage 0 sends to stage 2 as much as stage 1 does
+    assert estimated[0] == estimated[1] > 0 == estimated[2]
+
+    def moved(name, loop, seconds):
+        way = Way(f"{name}[0]", 0, 1)
+        return Moved(0, 0, way, 8, 0.0, 0.0, seconds, 0), Ran(
+            0, 0, 1, "F", (scheduler.Task(1, "F", 0),), loop, 0.0, 0.0, seconds, seconds + 1, seconds, way
+        )
+
+    facts = [
+        LoopFacts(n, "OneFOneB", (0, 1), None, ((), (scheduler.Task(1, "F", 0),)), ("",), {}, ("", "")) for n in (0, 1)
+    ]
+    moves, runs = zip(moved("a0", 0, 1.0), moved("loop1:a0", 1, 3.0), strict=True)
+    profile = Profile("step", steps_of(RecordedTimes(runs, moves), 2), ((0,), (0,)), tuple(facts), 0.0)
+    assert [profile.costs(n).transfer_s for n in (0, 1)] == [(1.0, 0.0), (3.0, 0.0)]

@@ -295,3 +295,30 @@ def test_the_command_refuses_what_it_cannot_choose(tmp_path, capsys):
         ),
         "python -m mpmd plan: --memory 1e+300: expected a number above 0.",
     ]
+
+
+def test_each_loop_counts_with_its_own_measured_seconds():
+    mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
+
+    def loss(w, x):
+        return jnp.mean((mpmd.mark_stage_end(jnp.tanh(x @ w[0])) @ w[1]) ** 2)
+
+    def build(schedule, num_microbatches):
+        def step(w, xs):
+            grads = mpmd.treduce(lambda x: jax.grad(loss)(w, x), xs, schedule=schedule)
+            w = jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
+            return w, mpmd.treduce(lambda x: loss(w, x), xs, schedule="1f1b")
+
+        matrix = jax.ShapeDtypeStruct((9, 9), jnp.float32)
+        return mpmd.jit(step, mpmd_mesh=mesh), (
+            [matrix] * 2,
+            jax.ShapeDtypeStruct((num_microbatches, 4, 9), jnp.float32),
+        )
+
+    step, arguments = build("1f1b", 4)
+    lowered = step.lower(*arguments)
+    costs = {0: scheduler.Costs(1.0, 1.0, 1.0), 1: scheduler.Costs(10.0, 0.0, 0.0)}
+    predicted = Predictor(lowered, machine_of(lowered._mesh)).predict(measured=costs)
+    assert predicted.busy == pytest.approx([4 * 3 + 4 * 10] * 2, rel=1e-3)
+    best = mpmd.tune(build, schedules="1f1b", num_microbatches=4).best
+    assert best.is_measured and best.cuts == (None, None)
