@@ -256,6 +256,7 @@ def test_two_lists():
             np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_one_list_for_two_arguments():
     def step(params, first, second, scale):
         loss = lambda x: jnp.vdot(mpmd.mark_stage_end(jnp.tanh(x @ params[0])) @ params[1], x)  # noqa: E731
@@ -415,6 +416,7 @@ def test_outputs_of_a_jitted_function_that_no_microbatch_changes_count_each_of_t
     assert_alike(listed(told, operation), WEIGHTS, *alike, rows_of(3, 2), rows_of(2, 2, 1))
 
 
+@pytest.mark.slow
 def test_masks_of_stacked_parameters_are_applied_to_the_layers_that_they_belong_to():
     mask = np.random.default_rng(2).random(WEIGHTS.shape).astype(np.float32)
 
@@ -735,6 +737,7 @@ def test_weights_and_outputs_of_few_bits_do_not_overflow_their_sums(weight, outp
         np.testing.assert_allclose(found.astype(np.float32), 1.5, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_shapes_go_in_one_order_over_a_graph_of_stages_whatever_their_costs():
     """Of two roles in a group, which has more work depends on the rows of a microbatch."""
 
@@ -752,6 +755,7 @@ def test_shapes_go_in_one_order_over_a_graph_of_stages_whatever_their_costs():
     jax.tree.map(np.testing.assert_array_equal, pipelined(params, xs), jax.jit(step)(params, xs))
 
 
+@pytest.mark.slow
 def test_constants_that_pass_a_mark_or_a_role_count_by_the_shape_of_each_microbatch():
     """The number of rows is a constant of each shape."""
 

@@ -271,6 +271,7 @@ def test_arrays_of_64_bits_from_elsewhere_are_taken_as_jit_takes_them():
         assert_same(host(step(of_step)), host(plain(plain(x))), 1e-6)
 
 
+@pytest.mark.slow
 def test_a_state_moves_between_pipelines_of_different_schedules():
     """Loop placement and chain placement put stages in different groups; the state of one enters the other."""
     program = BY_NAME["residual_mlp"]

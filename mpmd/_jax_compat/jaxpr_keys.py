@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from mpmd._jax_compat.jaxprs import PLAIN, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from mpmd._jax_compat.parameters import opened
 
+_MOST_NBYTES = 1 << 20  # of constants that are compared by content
 # The parts of an equation's context that change the program, besides its mesh.
 _CONTEXT = ("compute_type", "threefry_partitionable", "xla_metadata")
 
@@ -69,7 +70,8 @@ class _Key:
 
     def value(self, x: object) -> Hashable:
         if type(x) in PLAIN:
-            return repr(x) if type(x) in (bool, float, complex) else x  # 1, 1.0 and True are equal, and 0.0 and -0.0
+            # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+            return (type(x), repr(x)) if type(x) in (bool, float, complex) else x
         if isinstance(x, ClosedJaxpr):
             return self.closed(x)
         if isinstance(x, Jaxpr):
@@ -111,7 +113,7 @@ class _TracedAgain(_Key):
         self.inside: list[object] = []  # the functions whose content is being read: one may hold itself
 
     def constant(self, x: object) -> Hashable:
-        return self.value(np.asarray(x)) if isinstance(x, np.ndarray) else id(x)
+        return self.value(x) if isinstance(x, np.ndarray) and x.nbytes <= _MOST_NBYTES else id(x)
 
     def value(self, x: object) -> Hashable:
         parts: tuple[object, ...] | None = None

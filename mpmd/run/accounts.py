@@ -73,8 +73,11 @@ class Accounts:
             if recorder is not None:
                 recorder.stop()
         part = ledger.LOST if None in waits else "" if count else ledger.COMPILING
-        if not count and part != ledger.LOST:
-            self._recorder_of(bindings).warm_up()
+        try:
+            if not count:
+                self._recorder_of(bindings).warm_up()
+        except Exception:  # a program has failed
+            part = ledger.LOST
         add = functools.partial(self._history.add, work) if has_pace else None
         divide = None if recorder is None else functools.partial(self._divided, recorder, add)
         self._ledger.end_call(begin, waits, self._shares, part=part, divide=divide)

@@ -89,6 +89,7 @@ def test_the_second_start_lowers_and_compiles_nothing(folder, shape, axis_type):
     assert_same(second, first, 0)
 
 
+@pytest.mark.slow
 def test_programs_of_a_checkpoint_with_a_policy_are_found_by_the_second_start(folder):
     num_compiled, _, first = _started(step=_with_policy)
     none, num_stored, second = _started(step=_with_policy)
@@ -96,6 +97,7 @@ def test_programs_of_a_checkpoint_with_a_policy_are_found_by_the_second_start(fo
     assert_same(second, first, 0)
 
 
+@pytest.mark.slow
 def test_other_settings_find_nothing(folder):
     num_compiled, _, _ = _started()
     with jax.default_matmul_precision("float32"):
@@ -150,6 +152,7 @@ def test_within_a_size_limit_no_files_of_removed_entries_pile_up(folder):
     assert [len([*folder.glob(f"*-{kind}")]) for kind in ("mpmd", "cache")] == [1, 1]
 
 
+@pytest.mark.slow
 def test_what_calls_back_is_lowered_again(folder):
     def printing(w, xs):
         w = _step(w, xs)

@@ -246,6 +246,7 @@ def test_a_gradient_that_is_clipped_for_each_microbatch_is_summed_for_each():
     assert set(tasks) == {"B0", "B1"}, tasks
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_sharded_parameter_stays_sharded():
     """Parts of it would take more memory on each device."""
     params, batch = _dense_case()

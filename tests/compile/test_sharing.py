@@ -613,6 +613,7 @@ def test_groups_with_more_leaves_run_the_update_of_the_others(caplog, axis_type)
     assert len([n for n in names if n.endswith("_leaves")]) == 1, names
 
 
+@pytest.mark.slow
 def test_a_context_that_changes_the_numbers_makes_another_program():
     def loss(ws, x, key):
         for stage, w in enumerate(ws):

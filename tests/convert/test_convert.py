@@ -157,6 +157,7 @@ def test_what_a_checkpoint_cannot_hold_is_told_before_anything_is_written(tmp_pa
     assert checkpoint.restore(source, narrow)["w"].dtype == "float4_e2m1fn"
 
 
+@pytest.mark.slow
 def test_parts_are_kept_and_dropped(tmp_path):
     state = state_of(stacked_params())
     source = save(tmp_path / "source", state)

@@ -181,6 +181,7 @@ convert --chunk 'layers/w=2,16,32' avoids it
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_device_that_is_too_small_is_an_error(tmp_path):
     source = save(tmp_path / "source", {"w": np.zeros((8, 8), np.float32)})
     layout = tmp_path / "layout.json"

@@ -117,6 +117,7 @@ def _evaluated(jaxpr, consts, args):
     return [read(v) for v in jaxpr.outvars]
 
 
+@pytest.mark.slow
 def test_a_scan_keeps_no_value_that_its_backward_can_make_of_others():
     def loss(w, x, key):
         def layer(h, wk):
@@ -146,6 +147,7 @@ def _scanned(w, x):
     return (x**2).mean()
 
 
+@pytest.mark.slow
 def test_what_is_done_to_a_cut_stack_in_another_order_of_its_elements_or_keys_is_as_written():
     """Reshapes in Fortran's order; random numbers of a batch of keys, which of some kinds depend on the whole batch."""
 

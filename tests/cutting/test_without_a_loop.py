@@ -231,6 +231,7 @@ def test_a_parameter_that_crosses_is_warned_of_with_its_line():
     assert "Keep it in group 0 too (in_shardings), or let that line read the arrays of one group." in warning
 
 
+@pytest.mark.slow
 def test_reordered_caches_and_derived_weights_are_those_of_plain_jit_in_groups_of_two_devices():
     devices = jax.make_mesh((2, 2), ("stage", "data"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     mesh = mpmd.MpmdMesh(devices, "stage")

@@ -100,6 +100,7 @@ def test_reductions_of_ones_own_equal_plain_jax(schedule):
     np.testing.assert_allclose(wanted["loss"], np.prod(values), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_a_reduction_says_of_its_methods_does_not_hold_for_those_of_a_subclass():
     """Lists of several lengths share a trace only if the methods do not read the number."""
     tracings = []
@@ -128,11 +129,8 @@ def test_what_a_reduction_says_of_its_methods_does_not_hold_for_those_of_a_subcl
         assert sum(found) == num_tracings, operation
 
 
-@pytest.mark.parametrize(
-    "axis_type",
-    [pytest.param(jax.sharding.AxisType.Explicit, marks=pytest.mark.slow), jax.sharding.AxisType.Auto],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto], ids=str)
 def test_outputs_are_stacked_along_any_axis(axis_type):
     operation = {"loss": mpmd.Concat(-1), "out": mpmd.Concat(axis=1), "grads": mpmd.Concat(axis=-1)}
     wanted = check(scheduler.ZeroBubbleH1(2), operation, mesh_of(axis_type=axis_type))

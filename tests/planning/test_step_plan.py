@@ -156,6 +156,7 @@ def test_a_long_loop_is_drawn_with_fewer_microbatches(compiled):
     assert f"loop 0: OneFOneB(num_stages=4), {MICROBATCHES} microbatches, {plan.loops[0].seconds:.3g} s; " in str(plan)
 
 
+@pytest.mark.slow
 def test_of_two_loops_the_longest_is_drawn_by_its_own_schedule_and_transfers():
     def evaluates_first(state, xs):
         value = mpmd.treduce(lambda x: loss(state[0], x), xs, schedule="gpipe")

@@ -216,6 +216,7 @@ def test_a_bit_that_is_flipped_once_is_found_at_the_rate_of_the_sample(data):
     assert 1 <= found <= 8, found
 
 
+@pytest.mark.slow
 def test_a_bit_that_changes_in_memory_is_found():
     mesh, params, now = mesh_of(), None, itertools.count()
 

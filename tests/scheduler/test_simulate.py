@@ -98,6 +98,7 @@ def test_the_critical_path_is_a_chain_as_long_as_the_makespan(data, p, m):
         assert length + over == pytest.approx(timeline.makespan)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(st.data(), st.integers(1, 5), st.integers(1, 10))
 def test_no_schedule_is_shorter_than_the_lower_bound(data, p, m):

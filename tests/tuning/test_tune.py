@@ -297,6 +297,7 @@ def test_the_command_refuses_what_it_cannot_choose(tmp_path, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_each_loop_counts_with_its_own_measured_seconds():
     mesh = mpmd.MpmdMesh(jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "stage")
 
