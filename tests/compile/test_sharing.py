@@ -26,6 +26,7 @@ from mpmd.compile.constants import WithConstants, with_constants
 from mpmd.compile.repeats import LEAST, repeated_runs
 from mpmd.compile.subprogram import Pattern, num_equations
 from mpmd.compile.updates import apart, common_leaves
+from mpmd.run.timing import made_last
 from mpmd.tracing.inline import inline
 
 X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -289,12 +290,12 @@ def test_what_a_program_in_parts_tells_of_itself():
     assert all(compiled.cost_analysis()[key] > 0 for key in ("flops", "bytes accessed"))
     assert all(m["temporaries"] > 0 and m["peak"] > m["arguments"] for m in compiled.memory_analysis().values())
     assert "executables" in str(compiled.explain())
-    recorder, executor = compiled._executor._recorder, compiled._executor
+    executor = compiled._executor
     divided = [b for b in executor.bindings.instructions if b.executable and b.executable.compiled.parts]
     made_in = [[b.executable.compiled.made_in(i) for i in range(len(b.writes))] for b in divided]
     assert any(made[0] < max(made) for made in made_in)
     for b, made in zip(divided, made_in, strict=True):  # a profile waits for what is made last
-        assert made[recorder._latest(b)] == max(made)
+        assert made[made_last(b, executor._recorder._donated)] == max(made)
 
 
 @pytest.mark.parametrize(("axis_type", "num_devices"), slow_first((AxisType.Explicit, 2), (AxisType.Auto, 1)))
