@@ -17,7 +17,7 @@ _TABLE_GROUPS, _TABLE_MICROBATCHES = 8, 32
 _TABLE_TEXT = (
     "F, I and W of a group each take 1 for a microbatch, and transfers take no time. Memory is the most that a group "
     "holds at a time; its unit is the activations of one microbatch in all stages of a group. Idle in span is the most "
-    "that a group waits between its first and its last task. The table is made by"
+    "that a group waits between its first and its last task. The figures are those of"
 )
 
 _HEAD = """\

@@ -27,8 +27,8 @@ arguments: ContextVar[PyTree] = ContextVar("arguments", default=None)
 class Reordered(list):
     """A list of microbatches that a pipelined loop runs in another order than it sums them.
 
-    The step has the same results as for the plain list, to the bit: `scheduler.order_microbatches` finds an order in
-    which it is shorter. Results of a microbatch that runs before its turn are kept next to the sum, and are as large.
+    The step has the same results as for the plain list, to the bit (except where XLA fuses a product into the sum):
+    `scheduler.order_microbatches` finds an order in which it is shorter. Results of a microbatch that runs before its turn are kept next to the sum, and are as large.
     Under `jax.jit`, or without a schedule, the order has no effect.
 
     Args:
