@@ -248,9 +248,9 @@ def recompute() -> None:
             without, ahead, waiting, undivided = (timeline.makespan / unit for timeline in spans)
             bound = without + m * max(added)
             print(
-                f"{name:10} {m} microbatches: without {without:.0f}, and what is computed again {bound:.0f};"
-                f" checkpointed {ahead:.0f} ({ahead / bound - 1:+.1%}), without R {waiting:.0f}"
-                f" ({waiting / bound - 1:+.1%}), nor W {undivided:.0f}"
+                f"{name:10} {m} microbatches: without {without:.0f}, plus the recomputation {bound:.0f};"
+                f" checkpointed {ahead:.0f} ({ahead / bound - 1:+.1%}), recomputation inside I {waiting:.0f}"
+                f" ({waiting / bound - 1:+.1%}), and without W {undivided:.0f}"
             )
 
 
