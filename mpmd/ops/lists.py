@@ -28,8 +28,8 @@ class Reordered(list):
     """A list of microbatches that a pipelined loop runs in another order than it sums them.
 
     The step has the same results as for the plain list, to the bit (except where XLA fuses a product into the sum):
-    `scheduler.order_microbatches` finds an order in which it is shorter. Results of a microbatch that runs before its turn are kept next to the sum, and are as large.
-    Under `jax.jit`, or without a schedule, the order has no effect.
+    `scheduler.order_microbatches` finds an order in which it is shorter. Results of a microbatch that runs before its
+    turn are kept next to the sum, and are as large. Under `jax.jit`, or without a schedule, the order has no effect.
 
     Args:
       xs: the microbatches, in the order in which they are summed.
