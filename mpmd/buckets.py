@@ -224,7 +224,7 @@ class Buckets:
         before, first = dict(vars(self)), None
         for sums in list(_Summing)[list(_Summing).index(self._sums) :]:
             if first is not None:
-                self._sums, self._step = sums, None
+                self._sums, self._earlier, self._step = sums, self._step, None
             try:
                 self._add_new(bucketing, xs)
             except StageError as error:

@@ -282,7 +282,7 @@ class Compiled:
         call on zeros now. `Costs.measured` turns them into costs for `scheduler.simulate` and `search`.
 
         Raises:
-          ValueError: the step has no pipelined loop, or none of whose tasks computes anything.
+          ValueError: the step has no pipelined loop, or no task of its loops computes anything.
         """
         if not self._programs.loops:
             raise ValueError("last_timeline: the step has no treduce loop, so there are no tasks to show.")

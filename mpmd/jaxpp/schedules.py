@@ -115,14 +115,14 @@ class BaseSchedule(scheduler.Schedule):
         # Kept by the object: a subclass may have attributes of its own, which its equality does not see.
         known = vars(self).setdefault("_known", {})
         if num_microbatches not in known:
-            known[num_microbatches] = _translated(self, num_microbatches)
+            known[num_microbatches] = _as_custom(self, num_microbatches)
         return known[num_microbatches]
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({counted(self.num_stages, 'stage')} on {counted(self.num_groups, 'group')})"
 
 
-def _translated(schedule: BaseSchedule, num_microbatches: int) -> scheduler.CustomSchedule:
+def _as_custom(schedule: BaseSchedule, num_microbatches: int) -> scheduler.CustomSchedule:
     check_count(type(schedule).__name__, "num_microbatches", num_microbatches)
     orders, pairs = [], set()
     for row in schedule.tasks(num_microbatches):
