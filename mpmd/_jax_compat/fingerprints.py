@@ -25,7 +25,6 @@ from jax.extend.backend import get_compile_options
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.random import threefry_prng_impl
-from jax.interpreters.mlir import make_ir_context
 from jax.sharding import AbstractMesh, ManualAxisType, Mesh, NamedSharding, PartitionSpec
 
 from mpmd._jax_compat.jaxprs import CHECKPOINT, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, scan_sizes
@@ -116,7 +115,7 @@ def _add_devices(found: Any, mesh: Mesh, options: Mapping[str, Any] | None) -> N
     compile_options = get_compile_options(
         num_replicas=1, num_partitions=mesh.size, env_options_overrides=dict(options or {}), backend=client
     )
-    with make_ir_context():
+    with ir.Context():  # JAX's own loads all dialects, which takes milliseconds
         nothing = ir.Module.parse("module @nothing {}")
         key = compilation_cache.get_cache_key(nothing, mesh.devices, compile_options, client)
     found.update(key.encode())

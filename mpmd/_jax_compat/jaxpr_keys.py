@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Hashable, Mapping
 
 import numpy as np
+from jax._src import core
 from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -34,7 +35,13 @@ def traced_again_key(closed: ClosedJaxpr) -> Hashable:
 
 def equation_key(eqn: JaxprEqn) -> Hashable:
     """Returns a hashable key: equal for equations that do the same with operands of the same types."""
-    return _Key().equation(eqn, lambda v: _Key().atom(v) if isinstance(v, Literal) else _Key().aval(v.aval))
+    key = _Key()
+    return key.equation(eqn, lambda v: key.atom(v) if isinstance(v, Literal) else key.aval(v.aval))
+
+
+@functools.lru_cache(maxsize=256)
+def _context(ctx: core.JaxprEqnContext) -> Hashable:
+    return tuple(_Key().value(getattr(ctx, name, None)) for name in _CONTEXT)
 
 
 class _Key:
@@ -72,6 +79,8 @@ class _Key:
         if type(x) in PLAIN:
             # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
             return (type(x), repr(x)) if type(x) in (bool, float, complex) else x
+        if type(x) is tuple:  # as most other parameters are
+            return tuple, *map(self.value, x)
         if isinstance(x, ClosedJaxpr):
             return self.closed(x)
         if isinstance(x, Jaxpr):
@@ -100,10 +109,10 @@ class _Key:
     def equation(self, eqn: JaxprEqn, operand: Callable[[Var | Literal], Hashable]) -> Hashable:
         return (
             eqn.primitive.name,
-            tuple(operand(v) for v in eqn.invars),
-            tuple((operand(v), self.aval(v.aval)) for v in eqn.outvars),
-            tuple((k, self.value(v)) for k, v in sorted(eqn.params.items()) if k not in ("name", "debug_info")),
-            tuple(self.value(getattr(eqn.ctx, name, None)) for name in _CONTEXT),
+            tuple(map(operand, eqn.invars)),
+            tuple([(operand(v), self.aval(v.aval)) for v in eqn.outvars]),
+            tuple([(k, self.value(eqn.params[k])) for k in sorted(eqn.params) if k not in ("name", "debug_info")]),
+            _context(eqn.ctx),
         )
 
 

@@ -35,7 +35,8 @@ def leaves(x: object) -> Iterator[object]:
         yield x
     else:
         for part in parts:
-            yield from leaves(part)
+            if type(part) not in PLAIN:
+                yield from leaves(part)
 
 
 def mapped(x: object, change: Callable[[object], object]) -> object:
@@ -52,7 +53,7 @@ def mapped(x: object, change: Callable[[object], object]) -> object:
 def jaxprs_in(params: Mapping[str, object]) -> Iterator[Jaxpr]:
     """Returns the jaxprs among an equation's parameters."""
     for value in params.values():
-        for x in leaves(value):
+        for x in () if type(value) in PLAIN else leaves(value):
             if isinstance(x, ClosedJaxpr):
                 yield x.jaxpr
             elif isinstance(x, Jaxpr):
