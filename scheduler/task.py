@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, SupportsIndex
 
 from scheduler.base.texts import counted
+from scheduler.errors import ScheduleError
 
 Kind = Literal["F", "B", "I", "W", "R"]
 Orders = tuple[tuple["Task", ...], ...]
@@ -99,13 +100,35 @@ def reads_of(schedule: Schedule) -> Reads | None:
     return getattr(schedule, "reads", None)
 
 
+def is_schedule(x: object) -> bool:
+    """Returns whether this is a schedule rather than a name, a class, or something else."""
+    return not isinstance(x, type) and all(hasattr(x, name) for name in ("orders", "fused", "placement"))
+
+
 def check_schedule(owner: str, schedule: object) -> None:
     """Raises a ValueError that names the argument if ``schedule`` is a name, a class, or not a schedule at all."""
-    if isinstance(schedule, type) or not (hasattr(schedule, "orders") and hasattr(schedule, "placement")):
+    if not is_schedule(schedule):
         raise ValueError(
             f"{owner}: schedule is {schedule!r}; expected a schedule such as scheduler.OneFOneB(4). "
             "From a name: scheduler.make('1f1b', num_stages=4)."
         )
+
+
+def orders_of(schedule: Schedule, num_microbatches: int) -> Orders:
+    """Returns a schedule's orders as tuples; raises a ScheduleError if a class of the user's returned something else."""
+    found = schedule.orders(num_microbatches)
+    try:
+        orders = tuple(map(tuple, found))
+    except TypeError:
+        orders = ((found,),)
+    strange = [x for order in orders for x in order if not isinstance(x, Task)]
+    if strange or len(orders) != schedule.num_groups:
+        what = f"{strange[0]!r:.60}" if strange else f"orders for {counted(len(orders), 'group')}"
+        raise ScheduleError(
+            f"{type(schedule).__name__}.orders({num_microbatches}) returned {what}; expected a sequence of "
+            f"scheduler.Task for each of {counted(schedule.num_groups, 'group')}."
+        )
+    return orders
 
 
 def check_count(owner: str, name: str, value: object) -> int:

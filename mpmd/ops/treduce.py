@@ -38,6 +38,7 @@ from mpmd.users_frame import users_frame
 from scheduler import Adaptive, Schedule
 from scheduler.base.texts import counted
 from scheduler.schedules import catalogue
+from scheduler.task import is_schedule
 
 # A loop outside of any jitted function that takes longer to compile is a mistake.
 _SLOW_S = 2.0
@@ -417,7 +418,7 @@ def _check_schedule(schedule: object, name: str) -> None:
             raise StageError(f"{name}: {e}") from None
     elif isinstance(schedule, Adaptive):
         pass  # it has checked itself; for a name, the marks determine the number of stages
-    elif isinstance(schedule, type) or not (hasattr(schedule, "orders") and hasattr(schedule, "placement")):
+    elif not is_schedule(schedule):
         raise StageError(
             f"{name}: schedule is {schedule!r}. Pass a schedule such as scheduler.OneFOneB(num_stages), a name such as"
             " '1f1b', or None."

@@ -23,6 +23,7 @@ from mpmd.tracing.trace import Trace
 from scheduler import Schedule
 from scheduler.base.texts import counted
 from scheduler.schedules.graph import graph_of, with_graph
+from scheduler.task import orders_of
 
 Item = Any  # a compat.JaxprEqn or a Loop
 Asked = Sequence[Groups | None]
@@ -135,7 +136,7 @@ def _loop_items(
 ) -> list[Item]:
     info = eqn.params["info"]
     _check_groups(info.schedule, mesh, eqn)
-    orders = info.schedule.orders(info.num_microbatches)
+    orders = orders_of(info.schedule, info.num_microbatches)
     split = any(task.kind in "IW" for order in orders for task in order)
     partition = partition_loop(eqn, split, sharded, ahead)
     if (graph := graph_of(info.schedule)) is not None:

@@ -13,7 +13,7 @@ from scheduler.ordering import recomputing
 from scheduler.programs.instructions import Free, Instruction, Program, Recv, Run, Send, TaskGraph, Value
 from scheduler.programs.task_units import Shape, Slot, TaskUnits
 from scheduler.schedules.catalogue import make
-from scheduler.task import Orders, Schedule, Task, check_schedule
+from scheduler.task import Orders, Schedule, Task, check_schedule, orders_of
 
 
 def lower(
@@ -61,9 +61,9 @@ def lower(
             f"{schedule.num_stages}; expected the same."
         )
     with without_collection():
-        orders = orders or recomputing(
-            schedule, num_microbatches, schedule.orders(num_microbatches), task_graph.recomputed
-        )
+        if not orders:
+            found = orders_of(schedule, num_microbatches)
+            orders = recomputing(schedule, num_microbatches, found, task_graph.recomputed)
         units = TaskUnits(task_graph, schedule, num_microbatches, orders)
         return Program(
             groups=_instructions(units),

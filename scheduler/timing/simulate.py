@@ -5,7 +5,7 @@ from operator import add
 
 from scheduler.base.collector import without_collection
 from scheduler.ordering import recomputing
-from scheduler.task import Kind, Orders, Pairs, Reads, Schedule, Task, check_count, check_schedule, reads_of
+from scheduler.task import Kind, Orders, Pairs, Reads, Schedule, Task, check_count, check_schedule, orders_of, reads_of
 from scheduler.timing.clock import Times, run_on_clock
 from scheduler.timing.costs import Costs, check_costs
 from scheduler.timing.timeline import Timeline
@@ -39,7 +39,7 @@ def simulate(schedule: Schedule, num_microbatches: int, costs: Costs | None = No
     check_costs("simulate", costs := Costs() if costs is None else costs)
     with without_collection():
         stages = costs.recomputed(schedule.num_stages)
-        orders = recomputing(schedule, num_microbatches, schedule.orders(num_microbatches), stages)
+        orders = recomputing(schedule, num_microbatches, orders_of(schedule, num_microbatches), stages)
     pairs = schedule.fused(num_microbatches) if fuse else frozenset()
     name, reads = type(schedule).__name__, reads_of(schedule)
     return simulate_orders(orders, schedule.placement, num_microbatches, costs, pairs, name, reads)

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+import scheduler
 from scheduler.__main__ import main
 
 DEEP = 100_000
@@ -59,3 +60,36 @@ def test_numbers_that_nobody_can_wait_for_are_refused(capsys, command):
     assert capsys.readouterr().err == (
         f"error: {stages} stages and 99999 microbatches are more than 250000 tasks of a kind.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        ((("0F0", "0B0"),), "returned '0F0'; expected a sequence of scheduler.Task for each of 1 group."),
+        ([[(0, "F", 0)]], r"returned \(0, 'F', 0\); expected"),
+        (((scheduler.Task(0, "F", 0),), ()), "returned orders for 2 groups; expected"),
+        ((), "returned orders for 0 groups"),
+        (None, "returned None; expected"),
+    ],
+)
+def test_orders_of_another_form_from_a_class_of_the_users_are_refused(orders, message):
+    with pytest.raises(scheduler.ScheduleError, match=message):
+        scheduler.simulate(_Own(orders), 1)
+    with pytest.raises(scheduler.ScheduleError, match=message):
+        scheduler.lower(scheduler.TaskGraph.chain(1), _Own(orders), 1)
+
+
+def test_orders_as_lists_or_generators_are_as_good_as_tuples():
+    whole = tuple(tuple(order) for order in scheduler.OneFOneB(1).orders(1))
+    for orders in ([list(whole[0])], (iter(order) for order in whole)):
+        assert scheduler.simulate(_Own(orders), 1).makespan == 3.0
+
+
+class _Own(scheduler.Schedule):
+    num_stages, num_groups, placement = 1, 1, (0,)
+
+    def __init__(self, own):
+        self.own = own
+
+    def orders(self, num_microbatches):
+        return self.own
