@@ -321,7 +321,10 @@ def _made(where: str, mesh: MpmdMesh, wanted: dict[str, Any], function: Callable
 
 
 def _check_takes(function: Callable, where: str, names: Iterable[str]) -> None:
-    if missing := [name for name in names if name not in inspect.signature(function).parameters]:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    if missing := [name for name in names if name not in parameters]:
         raise ValueError(f"{where} takes no argument {missing[0]}, so it cannot be chosen here.")
 
 

@@ -86,6 +86,8 @@ def _mapped(options: argparse.Namespace) -> list[tree_edits.Change]:
     """Returns all changes of `convert` in order: a mapping comes first, or last if a Hugging Face folder is written."""
     if options.files_of is not None and options.format != "safetensors":
         raise ReshardError("--files-of is for --format safetensors, which it adds files to.")
+    if options.file_size and options.format != "safetensors":
+        raise ReshardError("--file-size is for --format safetensors, whose files it limits.")
     changes = [tree_edits.select(options.only, options.drop), *options.changes]
     if options.mapping is None:
         return changes
@@ -137,7 +139,7 @@ def _convert(options: argparse.Namespace) -> int:
         chunks=options.chunk,
         threshold=options.threshold,
         zarr3=options.format == "zarr3",
-        tensors=TensorTarget(options.files_of, options.file_size) if options.format == "safetensors" else None,
+        tensors=TensorTarget(options.files_of, options.file_size or FILE_NBYTES) if options.format == "safetensors" else None,
     )
     if options.dry_run:
         print(conversion)
@@ -353,7 +355,6 @@ def _add_storage(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--file-size",
         type=_argument(nbytes_of),
-        default=FILE_NBYTES,
         metavar="BYTES",
         help="with --format safetensors: how large a file may be; default: 5 GB",
     )

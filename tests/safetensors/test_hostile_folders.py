@@ -211,6 +211,7 @@ def test_a_mapping_is_for_one_side_and_a_configuration_may_be_hostile(folder, tm
     both = ["--format", "safetensors", "--mapping", "llama"]
     assert said(capsys, "convert", folder, tmp_path / "out", *both).startswith("--mapping is for one side:")
     assert said(capsys, "convert", folder, tmp_path / "out", "--files-of", folder).startswith("--files-of is for")
+    assert said(capsys, "convert", folder, tmp_path / "out", "--file-size", "1GB").startswith("--file-size is for")
     (folder / "config.json").write_text('{"a":' * DEEP)
     assert "nested too deeply" in said(capsys, "inspect", folder, "--mapping", "auto")
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_attention_heads": 10**30}))

@@ -271,7 +271,7 @@ def test_mistakes_are_named(build):
 
 
 def test_the_command_refuses_what_it_cannot_choose(tmp_path, capsys):
-    (tmp_path / "steps.py").write_text("def fixed(mesh, schedule): ...\n")
+    (tmp_path / "steps.py").write_text("def fixed(mesh, schedule): ...\ndef free(mesh, **options): return options['x']\n")
     where = f"{tmp_path}/steps.py:fixed"
     assert main(["tune", where, "--groups", "2"]) == 2
     for counts in "8,x", "8,0":
@@ -295,6 +295,8 @@ def test_the_command_refuses_what_it_cannot_choose(tmp_path, capsys):
         ),
         "python -m mpmd plan: --memory 1e+300: expected a number above 0.",
     ]
+    main(["tune", f"{tmp_path}/steps.py:free", "--groups", "2", "--microbatches", "8", "--choose", "z=1"])
+    assert "takes no argument" not in capsys.readouterr().err  # it takes any
 
 
 @pytest.mark.slow
