@@ -23,7 +23,7 @@ import numpy as np
 
 import mpmd
 import scheduler
-from mpmd.buckets import BucketedStep
+from mpmd.bucketed_step import BucketedStep
 from mpmd.run.executor import Executor
 from scheduler.timing.simulate import simulate_orders
 

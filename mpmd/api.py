@@ -17,10 +17,12 @@ from jax.typing import ArrayLike
 from mpmd import _jax_compat as compat
 from mpmd.arrays.array import MpmdArray
 from mpmd.arrays.mesh import MpmdMesh
-from mpmd.buckets import BucketedStep, Bucketing, Buckets, MicrobatchList
+from mpmd.bucketed_step import BucketedStep
+from mpmd.buckets import Bucketing, Buckets
 from mpmd.compile.compiler import CompilerOptions
 from mpmd.compiled import Compiled
 from mpmd.job import joining
+from mpmd.microbatch_list import MicrobatchList
 from mpmd.observe import ledger
 from mpmd.ops import lists
 from mpmd.ops.role import RoleTable, checked_table

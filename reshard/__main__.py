@@ -139,7 +139,9 @@ def _convert(options: argparse.Namespace) -> int:
         chunks=options.chunk,
         threshold=options.threshold,
         zarr3=options.format == "zarr3",
-        tensors=TensorTarget(options.files_of, options.file_size or FILE_NBYTES) if options.format == "safetensors" else None,
+        tensors=TensorTarget(options.files_of, options.file_size or FILE_NBYTES)
+        if options.format == "safetensors"
+        else None,
     )
     if options.dry_run:
         print(conversion)

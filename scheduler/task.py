@@ -3,7 +3,7 @@
 import operator
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, SupportsIndex
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
 from scheduler.base.texts import counted
 from scheduler.errors import ScheduleError
@@ -115,10 +115,10 @@ def check_schedule(owner: str, schedule: object) -> None:
 
 
 def orders_of(schedule: Schedule, num_microbatches: int) -> Orders:
-    """Returns a schedule's orders as tuples; raises a ScheduleError if a class of the user's returned something else."""
-    found = schedule.orders(num_microbatches)
+    """Returns a schedule's orders as tuples; raises a ScheduleError if its class returned something else."""
+    found: Any = schedule.orders(num_microbatches)
     try:
-        orders = tuple(map(tuple, found))
+        orders: Orders = tuple(map(tuple, found))
     except TypeError:
         orders = ((found,),)
     strange = [x for order in orders for x in order if not isinstance(x, Task)]

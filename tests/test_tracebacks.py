@@ -69,7 +69,7 @@ def test_with_jaxs_filtering_off_all_frames_are_shown():
 
 
 def test_a_slow_loop_outside_of_a_jitted_function_is_told_at_the_users_line(monkeypatch):
-    monkeypatch.setattr("mpmd.ops.treduce._SLOW_S", -1)
+    monkeypatch.setattr("mpmd.ops.loop_primitive._SLOW_S", -1)
     with pytest.warns(
         UserWarning, match=r"compiles its loop again in each call, which took \d+ s\. Call it in"
     ) as found:

@@ -21,8 +21,8 @@ from mpmd.cutting.stage_ends import ends_of_roles, forward_roles, has_roles, wit
 from mpmd.errors import StageError
 from mpmd.graphs.equations import variables
 from mpmd.graphs.scheduled_loop import ScheduledLoop
+from mpmd.ops.loop_primitive import treduce_p
 from mpmd.ops.role import groups_of_stages
-from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.inline import check_no_marks_inside
 from mpmd.tracing.trace import Trace
 from mpmd.users_frame import users_frame

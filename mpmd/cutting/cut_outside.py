@@ -15,8 +15,8 @@ from mpmd.cutting.pieces import Rows
 from mpmd.cutting.split_scans import split_scans, without_marks
 from mpmd.cutting.spread import Spread
 from mpmd.graphs import equations
+from mpmd.ops.loop_primitive import treduce_p
 from mpmd.ops.stage_end import mark_p
-from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.arguments import Hint
 from mpmd.tracing.trace import Trace
 from mpmd.users_frame import users_frame

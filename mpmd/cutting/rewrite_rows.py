@@ -15,8 +15,8 @@ from mpmd.cutting.split_scans import chain
 from mpmd.cutting.spread import Opened, Spread
 from mpmd.graphs.axis_rules import Factor, piece_params
 from mpmd.graphs.equations import live_equations
+from mpmd.ops.loop_primitive import treduce_p
 from mpmd.ops.stage_end import mark_p
-from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.new_equations import Atom, append, copy_equations, trace_equations
 
 Cut = Sequence[Rows | None]

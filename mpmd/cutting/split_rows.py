@@ -17,7 +17,7 @@ from mpmd.cutting.rewrite_rows import Cut, Rewriter, WholeStack
 from mpmd.cutting.sliced_stacks import sliced_stacks
 from mpmd.cutting.spread import Spread
 from mpmd.ops import lists
-from mpmd.ops.treduce import treduce_p
+from mpmd.ops.loop_primitive import treduce_p
 from mpmd.pytrees import TreeDef
 from mpmd.tracing.arguments import Hint
 from mpmd.tracing.new_equations import Atom

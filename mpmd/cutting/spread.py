@@ -15,9 +15,9 @@ from mpmd.cutting.pieces import Rows, join_rows_p, split_rows_p
 from mpmd.cutting.sliced_stacks import sliced_stacks
 from mpmd.graphs.axis_rules import Factor, factors
 from mpmd.graphs.open_loops import OpenLoop, fresh_body
+from mpmd.ops.loop_primitive import treduce_p
 from mpmd.ops.reductions import Concat
 from mpmd.ops.stage_end import mark_p
-from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.new_equations import Atom
 
 

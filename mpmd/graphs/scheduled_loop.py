@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from mpmd.ops.treduce import LoopInfo
+from mpmd.ops.loop_primitive import LoopInfo
 from scheduler import Schedule
 from scheduler.optimize.cuts import Cut
 

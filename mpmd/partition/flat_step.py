@@ -13,8 +13,8 @@ from mpmd.errors import StageError
 from mpmd.graphs import equations
 from mpmd.graphs.sharded_axes import ShardedAxes
 from mpmd.ops.cross_group import place_p
+from mpmd.ops.loop_primitive import treduce_p
 from mpmd.ops.stage_end import mark_p, with_each
-from mpmd.ops.treduce import treduce_p
 from mpmd.partition.loop import partition_loop
 from mpmd.partition.outline import Groups, Loop
 from mpmd.tracing.new_equations import copy_equations

@@ -15,9 +15,9 @@ import jax
 from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
 from mpmd.ops.cross_group import place_p
+from mpmd.ops.loop_primitive import scan_loop, treduce_p
 from mpmd.ops.reductions import explicit_sharding
 from mpmd.ops.stage_end import mark_p, without
-from mpmd.ops.treduce import scan_loop, treduce_p
 from mpmd.tracing.checkpointed_marks import marks_outside
 from mpmd.tracing.folding import folded
 

@@ -5,9 +5,9 @@ import dataclasses
 from mpmd import _jax_compat as compat
 from mpmd.errors import StageError
 from mpmd.ops.cross_group import place_role
+from mpmd.ops.loop_primitive import treduce_p
 from mpmd.ops.role import RoleTable
 from mpmd.ops.stage_end import RoleEnd, mark_at, mark_p
-from mpmd.ops.treduce import treduce_p
 from mpmd.tracing.new_equations import trace_equations
 from mpmd.tracing.trace import Trace
 

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpmd import _jax_compat as compat
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.errors import StageError
+from mpmd.ops.loop_primitive import treduce_p
 from mpmd.ops.reductions import is_number_or_array
 from mpmd.ops.stage_end import mark_p
-from mpmd.ops.treduce import treduce_p
 from mpmd.pytrees import TreeDef
 from mpmd.tracing.arguments import REF_ADVICE
 from mpmd.tracing.inline import inline

@@ -271,7 +271,9 @@ def test_mistakes_are_named(build):
 
 
 def test_the_command_refuses_what_it_cannot_choose(tmp_path, capsys):
-    (tmp_path / "steps.py").write_text("def fixed(mesh, schedule): ...\ndef free(mesh, **options): return options['x']\n")
+    (tmp_path / "steps.py").write_text(
+        "def fixed(mesh, schedule): ...\ndef free(mesh, **options): return options['x']\n"
+    )
     where = f"{tmp_path}/steps.py:fixed"
     assert main(["tune", where, "--groups", "2"]) == 2
     for counts in "8,x", "8,0":

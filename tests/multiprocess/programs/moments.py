@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpmd.job import joining
-from mpmd.resilience import loop
+from mpmd.resilience import meeting
 from mpmd.run.executor import Executor
 
 # Instructions of a step, by how their texts begin. What stands in no other phase is a task.
@@ -73,7 +73,7 @@ def prepare(fault: dict) -> None:
     threading.setprofile(profile)  # of the threads to come, as that of the copies
     sys.setprofile(profile)
     if fault["phase"] == "recovery":
-        plain = loop._Meeting.__init__
+        plain = meeting.Meeting.__init__
 
         @functools.wraps(plain)
         def meet(*arguments):
@@ -81,7 +81,7 @@ def prepare(fault: dict) -> None:
             fault["is_due"] = bool(int(os.environ.get("MPMD_ATTEMPT", "0")) or (job and job.epoch))
             plain(*arguments)
 
-        loop._Meeting.__init__ = meet
+        meeting.Meeting.__init__ = meet
 
 
 def _meant(phase: str) -> Callable[[types.FrameType, str, Any], bool]:
