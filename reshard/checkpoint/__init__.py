@@ -90,23 +90,21 @@ def save(
         folder = absolute(path)
         check_target("save", folder)
         _check_leaves(tree)
-        working = Working(folder, timeout_s)
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            written: list[int] = []
-            with waiting(_how_much_is_written(folder, tree, written)):
-                if tensors is None:
-                    options = {"use_zarr3": use_zarr3, "use_compression": use_compression}
-                    leaf_handler.write_tree(working.folder, tree, **options)
-                else:
-                    save_tensors(working, tree, tensors, timeout_s, written)
-        except Exception as error:
-            if jax.process_index() == 0:
-                working.remove()
-            if isinstance(error, ReshardError):
+        with Working(folder, timeout_s) as working:
+            try:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                written: list[int] = []
+                with waiting(_how_much_is_written(folder, tree, written)):
+                    if tensors is None:
+                        options = {"use_zarr3": use_zarr3, "use_compression": use_compression}
+                        leaf_handler.write_tree(working.folder, tree, **options)
+                    else:
+                        save_tensors(working, tree, tensors, timeout_s, written)
+            except ReshardError:
                 raise
-            raise failure_of(error, folder) from error
-        working.put_in_place(timeout_s)
+            except Exception as error:
+                raise failure_of(error, folder) from error
+            working.put_in_place(timeout_s)
 
 
 @compat.api_boundary
@@ -208,8 +206,11 @@ def _fault_of_leaf(leaf: object) -> str | None:
         return leaf_handler.fault_of_array(leaf)
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
         return f"{leaf} does not fit in 64 bits"
-    if isinstance(leaf, (str, bool, int, float, np.generic)) and not isinstance(leaf, (np.bool_, np.flexible)):
+    if isinstance(leaf, (str, bool, int, float)) and not isinstance(leaf, np.generic):
         return None
-    if isinstance(leaf, np.bool_):
-        return "a numpy.bool is not stored by Orbax; give bool(…), or an array"
+    if isinstance(leaf, np.generic) and not isinstance(leaf, np.flexible):
+        if isinstance(leaf, np.number) and leaf.dtype.isbuiltin == 1 and leaf.dtype.char not in "gG":
+            return None
+        plain = "bool" if isinstance(leaf, np.bool_) else "float"
+        return f"a numpy.{type(leaf).__name__.rstrip('_')} is not stored by Orbax; give {plain}(…), or an array"
     return f"{a(type(leaf))} is no array, number or string"

@@ -10,13 +10,17 @@ import shutil
 import uuid
 import zlib
 from pathlib import Path as File
+from typing import Self
 
 import jax
 
-from mpmd.job.processes import machine
+from mpmd.job.processes import machine, started, state
 from reshard.checkpoint.meeting import meetings, store
 from reshard.storage.stored import UNFINISHED
 from reshard.storage.unfinished import UnfinishedFolder
+
+# The folders that calls of this process write now.
+_writing: set[str] = set()
 
 
 class Working(UnfinishedFolder):
@@ -39,8 +43,8 @@ class Working(UnfinishedFolder):
         suffix = ""
         if jax.process_index() == 0:
             if not (target.exists() or (self._is_renamed and target.is_symlink())):
-                suffix = f"{UNFINISHED}-{_machine():08x}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
                 self._remove_left()
+                suffix = f"{UNFINISHED}-{_machine():08x}-{_own()}-{uuid.uuid4().hex[:8]}"
             if self._is_shared:
                 store().key_value_set(self._key, suffix)
         self.wait_for_all("come", timeout_s)
@@ -50,6 +54,16 @@ class Working(UnfinishedFolder):
             what = "save: there is something already; give another path, or delete it first"
             raise FileExistsError(errno.EEXIST, what, str(target))
         super().__init__(target, suffix if self._is_renamed else "")
+        _writing.add(self.folder.name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Removes what an error or an interrupt leaves; storage that still writes leaves the rest to the next save."""
+        _writing.discard(self.folder.name)
+        if kind is not None and jax.process_index() == 0:
+            self.remove()
 
     def put_in_place(self, timeout_s: int) -> None:
         """Renames the finished folder to the target: the first process does it, and all learn the result.
@@ -97,10 +111,18 @@ class Working(UnfinishedFolder):
             return
         for left in self.target.parent.glob(f"{self.target.name}{UNFINISHED}-*"):
             found = re.match(
-                r"-([0-9a-f]{8})-(\d+)-[0-9a-f]{8}\b", left.name.removeprefix(self.target.name + UNFINISHED)
+                r"-([0-9a-f]{8})-(\d+)\.(\d+)-[0-9a-f]{8}\b", left.name.removeprefix(self.target.name + UNFINISHED)
             )
-            if found and int(found[1], 16) == _machine() and not os.path.exists(f"/proc/{found[2]}"):
+            if found is None or int(found[1], 16) != _machine():  # another machine's save may be running
+                continue
+            is_own = f"{found[2]}.{found[3]}" == _own()
+            if (is_own and left.name not in _writing) or state(int(found[2]), int(found[3])) == "gone":
                 shutil.rmtree(str(left), ignore_errors=True)
+
+
+def _own() -> str:
+    """Returns this process's pid and start: a later process may have the same pid."""
+    return f"{os.getpid()}.{started(os.getpid())}"
 
 
 def _machine() -> int:

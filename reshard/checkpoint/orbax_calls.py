@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -29,6 +30,9 @@ from reshard.checkpoint.meeting import as_told, meetings, said_of
 from reshard.storage.finder import step_of
 from reshard.storage.stored import UNFINISHED
 
+# The number of the save that this context works for.
+_number: ContextVar[str | None] = ContextVar("orbax_operation", default=None)
+_numbering = threading.Lock()
 # Checkpointers that may be saving in the background.
 _saving: weakref.WeakSet[Any] = weakref.WeakSet()
 _CLIENTS = "orbax.checkpoint._src.futures.signaling_client"
@@ -50,6 +54,7 @@ def register() -> None:
     logging.getLogger("absl").addFilter(_is_no_loss)
     _end_barriers()
     _end_threads()
+    _number_in_context()
     _end_waiting_for_folders()
     around(Store, "_maybe_create_base_dir")(_create)
     _end_v1_barriers()
@@ -254,6 +259,23 @@ async def _create(create_or_wait: Callable[..., Coroutine], self: Any, base_dir:
     await create_or_wait(self, base_dir)
 
 
+def _number_in_context() -> None:
+    """Keeps the number of a save in its context. Orbax keeps the newest one of the process: of two threads that save at
+    once, one would wait for the signals of the other, for ever.
+    """
+
+    @around(_Numbers, "next_operation_id")
+    def next_operation_id(following: Callable[[], int]) -> int:
+        with _numbering:
+            number = following()
+        _number.set(str(number))
+        return number
+
+    @around(_Numbers, "get_current_operation_id")
+    def get_current_operation_id(newest: Callable[[], str]) -> str:
+        return _number.get() or newest()
+
+
 def _end_waiting_for_folders() -> None:
     """Reports a folder that cannot be made under the signal that the threads writing into it wait for."""
     clients = [
@@ -267,6 +289,7 @@ def _end_waiting_for_folders() -> None:
 
     @around(thread, "run")
     def run_and_say(run: Any, self: Any) -> None:
+        _number.set(getattr(self, "_operation_id", None))
         run(self)
         error = getattr(self, "_exception", None)
         if error is not None and not isinstance(error, CancelledError):

@@ -187,8 +187,20 @@ class LocalRequest:
                 self._made[key] = view if keeps else view.copy()
             else:
                 (placed, *_), device = key
+                self._check_width(view)
                 there = SingleDeviceSharding(device, memory_kind=placed.memory_kind)
                 self._made[key] = jax.device_put(view, there, may_alias=None if keeps else False)
+
+    def _check_width(self, data: np.ndarray) -> None:
+        """Raises a ReshardError if JAX would cut integers to 32 bits that need more: it does so without a word."""
+        narrow = jax.dtypes.canonicalize_dtype(data.dtype)
+        if narrow != data.dtype and narrow.kind in "iu" and data.size:
+            least, most = np.iinfo(narrow).min, np.iinfo(narrow).max
+            if data.min() < least or data.max() > most:
+                raise ReshardError(
+                    f"{self.request.name}: the checkpoint has numbers beyond {narrow}. Set jax_enable_x64, or restore"
+                    " it without a sharding, as a numpy array."
+                )
 
     def finish(self) -> jax.Array | np.ndarray:
         """Returns the array, made of the data that was put; in a process that wants nothing of it, its description."""

@@ -22,13 +22,18 @@ Path = tuple[Key, ...]
 
 
 def show(path: Iterable[Key]) -> str:
-    """Returns the path as text; a slash within a name is written %2F, and the root is a dot.
+    """Returns the path as text; within a name, a slash is written %2F and a percent sign %25. The root is a dot.
 
     Examples:
         >>> show((Key("params"), Key("enc/w"), Key("0", sequence=True)))
         'params/enc%2Fw/0'
     """
-    return "/".join(key.name.replace("/", "%2F") for key in path) or "."
+    return "/".join(escaped(key.name) for key in path) or "."
+
+
+def escaped(name: str) -> str:
+    """Returns a name as a part of a path's text."""
+    return name.replace("%", "%25").replace("/", "%2F")
 
 
 def dotted(path: Iterable[Key]) -> str:
@@ -38,7 +43,7 @@ def dotted(path: Iterable[Key]) -> str:
 
 def parts_of(text: str) -> list[str]:
     """Returns the names of a path that is written as text."""
-    return [] if text == "." else [part.replace("%2F", "/") for part in text.split("/")]
+    return [] if text == "." else [part.replace("%2F", "/").replace("%25", "%") for part in text.split("/")]
 
 
 @functools.lru_cache(maxsize=4096)

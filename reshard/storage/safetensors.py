@@ -46,7 +46,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = "__metadata__"  # no tensor has this name
-_MOST_HEADER_NBYTES = 32 << 20
+MOST_HEADER_NBYTES = 32 << 20
 _MOST_AXES = 32
 _LONGEST_NAME = 4096
 
@@ -91,8 +91,8 @@ def _tensors(file: File) -> Iterator[Tensor]:
         length = int.from_bytes(start[:8], "little")
         if size < 8 or length > size - 8:
             raise ValueError(f"its header has {length} bytes, but the file has {size}")
-        if length > _MOST_HEADER_NBYTES:
-            raise ValueError(f"its header has {length >> 20} MiB; at most {_MOST_HEADER_NBYTES >> 20} are read")
+        if length > MOST_HEADER_NBYTES:
+            raise ValueError(f"its header has {length >> 20} MiB; at most {MOST_HEADER_NBYTES >> 20} are read")
         header = os.pread(descriptor, length, 8)
     finally:
         os.close(descriptor)
@@ -112,8 +112,13 @@ def _tensors(file: File) -> Iterator[Tensor]:
         raise ValueError(f"it has {size} bytes, but its header says {8 + length + end}: it is cut off or too long")
 
 
+def is_name(name: str) -> bool:
+    """Returns whether a tensor may have this name."""
+    return bool(name) and name.isprintable() and len(name) <= _LONGEST_NAME
+
+
 def _span(name: str, entry: Any) -> tuple[int, int]:
-    if not name or not name.isprintable() or len(name) > _LONGEST_NAME:
+    if not is_name(name):
         raise ValueError(f"{name[:80]!r} is no name of a tensor: it is empty, too long, or not printable")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if dtype not in DTYPES:

@@ -124,6 +124,8 @@ def plan_folder(arrays: Iterable[Leaf], target: TensorTarget) -> TensorFiles:
             faults.append(f"{show(leaf.path)} is of {dtype}, which the format does not have")
         elif name == safetensors.METADATA:
             faults.append(f"{show(leaf.path)} has a name that the format keeps for itself")
+        elif not safetensors.is_name(name):
+            faults.append(f"{show(leaf.path)} has a name that is empty, too long or not printable")
         elif name in found:
             faults.append(f"{show(leaf.path)} would be a second tensor {name}")
         else:
@@ -134,6 +136,10 @@ def plan_folder(arrays: Iterable[Leaf], target: TensorTarget) -> TensorFiles:
         raise ReshardError("nothing is left: there is no array to write.")
     like = None if target.beside is None else file_of_each_tensor(target.beside)
     return dataclasses.replace(plan_files(found.values(), target.file_nbytes, like), beside=target.beside)
+
+
+# At most, of a tensor's entry in a header, without its name and shape.
+_ENTRY_NBYTES = 128
 
 
 def plan_files(
@@ -152,14 +158,16 @@ def plan_files(
             files.setdefault(like[tensor[0]], []).append(tensor)
         return TensorFiles({name: safetensors.header_of(files[name], _METADATA) for name in sorted(files)})
     parts: list[list[Described]] = [[]]
-    nbytes = 0
+    nbytes = header_nbytes = 0
     for tensor in ordered:
         size = Box.whole(tensor[2]).nbytes(tensor[1].itemsize)
-        if parts[-1] and nbytes + size > file_nbytes:
+        entry = _ENTRY_NBYTES + len(tensor[0].encode()) + 20 * len(tensor[2])
+        if parts[-1] and (nbytes + size > file_nbytes or header_nbytes + entry > safetensors.MOST_HEADER_NBYTES):
             parts.append([])
-            nbytes = 0
+            nbytes = header_nbytes = 0
         parts[-1].append(tensor)
         nbytes += size
+        header_nbytes += entry
     n = len(parts)
     names = [SINGLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     return TensorFiles({name: safetensors.header_of(part, _METADATA) for name, part in zip(names, parts, strict=True)})

@@ -65,7 +65,9 @@ def publish(name: str, tree: PyTree, version: int, *, address: str, token: str) 
     if server.token != token:
         raise ReshardError(f"publish: {address} was opened with another token.")
     if name in senders and not senders[name].is_current:  # a replacement process does not know the old one
-        senders.pop(name).close()
+        old = senders.pop(name)
+        old.close()
+        old.shelf.forget()
     if name not in senders:
         senders[name] = _new_sender(name, job, ranks, server)
     senders[name].send(tree, None, version)

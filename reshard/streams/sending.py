@@ -1,10 +1,12 @@
 """Puts versions of a tree on this process's shelf: copies that the devices make, and a thread that waits for them."""
 
 import atexit
+import collections
 import json
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -21,6 +23,7 @@ from mpmd.job.notes import Note
 from mpmd.pytrees import PyTree, TreeDef
 from mpmd.resilience import copies, layout
 from mpmd.resilience.layout import SHARED, KeptLeaf, KeptPiece, StateLayout
+from reshard.storage.paths import escaped
 from reshard.streams.shelf import Shelf, Shelved
 from reshard.trees import broadcast, fault_of_sharding, flatten, sharding_of
 
@@ -76,13 +79,16 @@ class Sender:
         self._last = -1
         self._signature: object = None
         self._description, self._layout = "", StateLayout((), (), 0)
-        self._due: queue.Queue[Shelved | None] = queue.Queue()
+        # A version on its way keeps its sender alive; the thread alone does not.
+        self._due: queue.Queue[tuple[Sender, Shelved] | None] = queue.Queue()
         self._idle = threading.Event()
         self._idle.set()
         self._error: BaseException | None = None
         self._is_closed = False
-        threading.Thread(target=self._run, name="mpmd-stream-send", daemon=True).start()
+        working = self._due, self.shelf, self._idle
+        threading.Thread(target=_work, name="mpmd-stream-send", args=working, daemon=True).start()
         atexit.register(self._idle.wait, _AT_EXIT_S)
+        weakref.finalize(self, self._due.put, None).atexit = False
 
     def send(self, tree: PyTree, shardings: PyTree, version: int) -> None:
         """Starts the copies of a version and returns.
@@ -103,6 +109,8 @@ class Sender:
             placed = [sharding_of(x) for x in leaves] if shardings is None else broadcast(shardings, tree, self._what)
             check_arrays(self._what, paths, leaves, placed)
             names, structure = _described(tree, treedef)
+            if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
+                raise ReshardError(f"{self._what}: two tensors of the tree are named {twice[0]!r}; rename one of them.")
             self._layout, given = _planned(names, leaves, placed, self._rank, self._keeps_all)
             tensors = [tuple(leaf.__dict__.values()) for leaf in self._layout.leaves]
             self._description = json.dumps({"tree": structure, "leaves": tensors, "given": given})
@@ -117,7 +125,7 @@ class Sender:
         for piece, value in zip(self._layout.pieces, taken.values, strict=True):
             values.setdefault(piece.leaf, []).append((piece.box, value))
         self._idle.clear()
-        self._due.put(Shelved(version, self._description, values))
+        self._due.put((self, Shelved(version, self._description, values)))
 
     @property
     def is_current(self) -> bool:
@@ -134,10 +142,12 @@ class Sender:
         if self._job is not None:
             self._job.check()
         if not self.is_current:
-            raise ReshardError(f"{self._what}: a rank was lost since it was opened; open it anew, in all processes.")
+            raise ReshardError(
+                f"{self._what}: a rank was lost since it was opened; close it and open it anew, in all processes."
+            )
 
     def close(self) -> None:
-        """Ends the thread; nothing is sent afterwards."""
+        """Ends the thread after the last version; nothing is sent afterwards."""
         self._is_closed = True
         self._due.put(None)
 
@@ -157,19 +167,15 @@ class Sender:
 
     # --- the thread -------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while (shelved := self._due.get()) is not None:
-            try:
-                jax.block_until_ready([value for boxes in shelved.values.values() for _, value in boxes])
-                self.shelf.put(shelved)
-                self._wait_for_others(shelved.version)
-                self.shelf.drop_below(shelved.version)
-            except BaseException as error:
-                self._error = error
-            finally:
-                del shelved
-                self._idle.set()
-        self.shelf.close()
+    def put_on_shelf(self, shelved: Shelved) -> None:
+        """Waits for the copies and for the other senders; drops the versions before."""
+        try:
+            jax.block_until_ready([value for boxes in shelved.values.values() for _, value in boxes])
+            self.shelf.put(shelved)
+            self._wait_for_others(shelved.version)
+            self.shelf.drop_below(shelved.version)
+        except BaseException as error:
+            self._error = error
 
     def _wait_for_others(self, version: int) -> None:
         """Waits until all senders have a version on their shelves."""
@@ -183,6 +189,15 @@ class Sender:
                 return
             self.check()
             time.sleep(_POLL_S)
+
+
+def _work(due: "queue.Queue[tuple[Sender, Shelved] | None]", shelf: Shelf, idle: threading.Event) -> None:
+    while (item := due.get()) is not None:
+        item[0].put_on_shelf(item[1])
+        del item
+        idle.set()
+    shelf.close()
+    atexit.unregister(idle.wait)
 
 
 def _fits(leaf: jax.Array, sharding: jax.sharding.Sharding) -> bool:
@@ -205,7 +220,7 @@ def _described(tree: PyTree, treedef: TreeDef) -> tuple[list[str], str | None]:
 def name_of(path: Sequence[object]) -> str:
     """Returns the name of a tensor: `params/layers/0/w`."""
     parts = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
-    return "/".join(part.replace("/", "%2F") for part in parts) or "."
+    return "/".join(map(escaped, parts)) or "."
 
 
 def _planned(

@@ -20,13 +20,13 @@ from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from mpmd.resilience import keeper
 from reshard.places import bytes_of
-from reshard.streams.shelf import Shelf, Shelved
+from reshard.streams.shelf import CLOSED, Shelf, Shelved
 
 # The time that the other side has to answer, or to take the next bytes.
 _LIMIT_S = 60.0
 _CHUNK = 4 << 20
 _BLOCK, _ROW = 1 << 20, 16 << 10
-_FORMAT = 3  # of the protocol; changes whenever it does
+_FORMAT = 4  # of the protocol; changes whenever it does
 _PART = struct.Struct("!QI")
 _FAULT = (1 << 64) - 1  # instead of a part's size: a text follows, with its length, which says why there is no part
 
@@ -52,8 +52,8 @@ class ShelfServer:
     """A server of shelves by their names."""
 
     def __init__(self, host: str, port: int, token: str):
-        self.token, self._run = token, secrets.token_hex(8)  # receivers that do not know the token are refused
-        self._shelves: dict[str, tuple[Shelf, Sequence[str]]] = {}
+        self.token = token  # receivers that do not know the token are refused
+        self._shelves: dict[str, tuple[Shelf, Sequence[str], str]] = {}
         self.bytes_sent = 0  # of tensors, to other processes
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=1024)
@@ -64,7 +64,7 @@ class ShelfServer:
 
     def serve(self, name: str, shelf: Shelf, peers: Sequence[str] = ()) -> None:
         """Lets others read a shelf; `peers` are the servers that together have the versions, if there are several."""
-        self._shelves[name] = shelf, peers
+        self._shelves[name] = shelf, peers, secrets.token_hex(8)
 
     def close(self) -> None:
         """Accepts no more connections."""
@@ -78,9 +78,9 @@ class ShelfServer:
             if not keeper.challenge(connection, self.token):
                 keeper.send(connection, {"error": "the token is another one than the publisher's"})
                 return
-            keeper.send(connection, {"format": _FORMAT, "run": self._run, "names": sorted(self._shelves)})
-            shelf, peers = self._shelves[keeper.receive(connection)["name"]]
-            keeper.send(connection, {"peers": peers})
+            keeper.send(connection, {"format": _FORMAT, "names": sorted(self._shelves)})
+            shelf, peers, run = self._shelves[keeper.receive(connection)["name"]]
+            keeper.send(connection, {"peers": peers, "run": run})
             near = at_end.enter_context(contextlib.closing(NearShelf(shelf)))
             while True:
                 connection.settimeout(None)  # a receiver may be idle
@@ -89,8 +89,12 @@ class ShelfServer:
                 ask = message["ask"]
                 if ask == "versions":
                     wait_s = min(float(message["wait_s"]), _LIMIT_S / 2)
+                    is_closed = shelf.is_closed  # read first: the last version may come in between
                     try:
-                        keeper.send(connection, {"versions": shelf.versions(message["after"], wait_s)})
+                        found = shelf.versions(message["after"], wait_s)
+                        if is_closed and not found:  # even to those who do not wait: another shelf may have its name
+                            raise ReshardError(CLOSED)
+                        keeper.send(connection, {"versions": found})
                     except ReshardError as error:
                         keeper.send(connection, {"closed": str(error)})
                 elif ask == "hold":
@@ -195,9 +199,11 @@ class FarShelf:
                 names = " and ".join(hello["names"])
                 ask = f"{names} is published there; ask for one of them, as {address}/NAME"
                 raise OSError(ask if names else "nothing is published there yet")
-            self.run, self.name = hello["run"], name or hello["names"][0]  # `run` changes when the process is restarted
+            self.name = name or hello["names"][0]
             keeper.send(self._socket, {"name": self.name})
-            self.peers: list[str] = keeper.answer(self._socket)["peers"]  # empty if this one has the versions whole
+            told = keeper.answer(self._socket)
+            self.peers: list[str] = told["peers"]  # empty if this one has the versions whole
+            self.run: str = told["run"]  # changes when the process is restarted, or its shelf replaced
         except BaseException:
             self._socket.close()
             raise

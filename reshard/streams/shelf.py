@@ -1,6 +1,7 @@
 """The versions that a process sends: copies in host memory, each kept until nobody can want it any more."""
 
 import json
+import sys
 import threading
 from collections import Counter
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from mpmd.arrays.boxes import Box
 from mpmd.errors import ReshardError
 from reshard.places import aligned_empty
 from reshard.storage.casts import copy_cast
+
+CLOSED = "it has been closed by its sender."
 
 
 class Shelved(NamedTuple):
@@ -45,12 +48,13 @@ class Shelf:
         """Adds a version that this process has sent."""
         with self._changed:
             self._versions[shelved.version] = shelved
+            self._drop()  # if it has been forgotten
             self._changed.notify_all()
 
     def drop_below(self, version: int) -> None:
         """Drops versions older than this one, which all senders have, as soon as nobody holds them."""
         with self._changed:
-            self._oldest_of_use = version
+            self._oldest_of_use = max(version, self._oldest_of_use)
             self._drop()
 
     def versions(self, after: int, wait_s: float) -> list[int]:
@@ -60,7 +64,7 @@ class Shelf:
             if found := [v for v in self._versions if v > after]:
                 return found
             if self._is_closed and wait_s:
-                raise ReshardError("it has been closed by its sender.")
+                raise ReshardError(CLOSED)
             return []
 
     def close(self) -> None:
@@ -68,6 +72,16 @@ class Shelf:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+    def forget(self) -> None:
+        """Closes the shelf and drops its versions, as soon as nobody holds them: another shelf takes its place."""
+        self.close()
+        self.drop_below(sys.maxsize)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no version will come any more."""
+        return self._is_closed
 
     def hold(self, version: int | None) -> Shelved | None:
         """Keeps a version until it is released, and returns it; None if it is gone."""

@@ -3,6 +3,7 @@
 import itertools
 import json
 import secrets
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 
@@ -55,6 +56,7 @@ class Stream(Subscription):
             if several is not None:
                 self._server = ShelfServer(several.address, 0, secrets.token_hex(16))
                 self._server.serve(_NAME, self._sender.shelf)
+                weakref.finalize(self, self._server.close).atexit = False
         if several is not None:
             self._doors = self._agreed(several, ranks, (source_shardings, target_shardings, names))
 

@@ -11,11 +11,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -27,9 +29,10 @@ from samples import slow_first
 
 from mpmd.arrays.sharding import MpmdSharding
 from mpmd.errors import ReshardError
+from mpmd.job.processes import started
 from reshard.__main__ import main
 from reshard.checkpoint import Part, TensorFormat, leaf_handler, restore, save
-from reshard.storage import finder, tensor_files
+from reshard.storage import finder, safetensors, tensor_files
 
 MESH = mesh_of(4)
 
@@ -154,20 +157,30 @@ def test_of_two_jobs_that_save_to_one_path_one_wins_and_the_other_is_told(tmp_pa
 
 def test_what_a_job_that_was_killed_has_left_is_removed_and_what_a_running_one_writes_is_not(tmp_path, monkeypatch):
     names = []
-    monkeypatch.setattr(
-        leaf_handler, "write_tree", lambda folder, *_, **__: names.append(folder.name) or folder.mkdir()
-    )
-    for name in ("dead", "running"):
-        save(tmp_path / name, {"w": np.zeros(3)})
+
+    def interrupted(folder, *_, **__):
+        names.append(folder.name)
+        folder.mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(leaf_handler, "write_tree", interrupted)
+        save(tmp_path / "state", {"w": np.zeros(3)})
+    assert list(tmp_path.iterdir()) == []
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
-    dead, running = names[0].replace("dead", "state").replace(f"-{os.getpid()}-", f"-{gone.pid}-"), names[1]
-    (tmp_path / dead).mkdir()
-    (tmp_path / running.replace("running", "state")).mkdir()
+    own, other = f"-{os.getpid()}.{started(os.getpid())}-", f"-{os.getppid()}.{started(os.getppid())}-"
+    assert own in names[0]
+    running = names[0].replace(own, other)
+    for left in (
+        names[0],
+        names[0].replace(own, f"-{gone.pid}.7-"),
+        names[0].replace(own, f"-{os.getpid()}.7-"),
+        running,
+    ):
+        (tmp_path / left).mkdir()
     save(tmp_path / "state", {"w": np.zeros(3)})
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "dead", "running", "state", running.replace("running", "state")
-    ]  # fmt: skip
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["state", running]
 
 
 @pytest.mark.slow
@@ -227,6 +240,9 @@ def test_everything_in_a_tree_that_cannot_be_saved_is_named_at_once(tmp_path):
                 "c\t": 3,
                 "d": np.array(["x"]),
                 "e": np.bool_(1),
+                "e1": ml_dtypes.bfloat16(1),
+                "e2": np.longdouble(1),
+                "e3": np.datetime64("2026-01-01"),
                 "f": jax.numpy.ones(2, "uint4"),
             },
         )
@@ -234,6 +250,9 @@ def test_everything_in_a_tree_that_cannot_be_saved_is_named_at_once(tmp_path):
         "save: the tree cannot be saved:\n"
         "  d: str32[1] is of a dtype that Orbax does not store\n"
         "  e: a numpy.bool is not stored by Orbax; give bool(…), or an array\n"
+        "  e1: a numpy.bfloat16 is not stored by Orbax; give float(…), or an array\n"
+        "  e2: a numpy.longdouble is not stored by Orbax; give float(…), or an array\n"
+        "  e3: a numpy.datetime64 is not stored by Orbax; give float(…), or an array\n"
         "  f: uint4[2] is of a dtype that Orbax does not store\n"
         "  a.b: 2 leaves would be stored by this name\n"
         "  'c\\t': a name with such characters is none"
@@ -242,6 +261,53 @@ def test_everything_in_a_tree_that_cannot_be_saved_is_named_at_once(tmp_path):
         save(tmp_path / "state", {})
     assert str(caught.value) == "save: the tree cannot be saved:\n  it has no leaves"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_no_tensor_may_have_are_refused_before_anything_is_written(tmp_path):
+    for tree in (np.arange(4.0), {"": np.arange(4.0)}, {"x" * 5000: np.arange(4.0)}):
+        with pytest.raises(ReshardError, match="has a name that is empty, too long or not printable"):
+            save(tmp_path / "state", tree, tensors=TensorFormat())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_ends_before_its_header_is_too_long_to_be_read(monkeypatch):
+    described = [(f"layer{i}", np.dtype(np.float32), (2,)) for i in range(40)]
+    monkeypatch.setattr(safetensors, "MOST_HEADER_NBYTES", 4096)
+    files = tensor_files.plan_files(described).files
+    assert len(files) > 1 and all(len(first) <= 8 + 4096 for first, _ in files.values())
+    assert sum(len(tensors) for _, tensors in files.values()) == 40
+
+
+def test_integers_that_jax_would_cut_are_an_error_and_come_back_as_numpy(tmp_path):
+    save(tmp_path / "state", {"seen": np.array([7, 2**40 + 7])})
+    seen = jax.ShapeDtypeStruct((2,), np.int64, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    with pytest.raises(ReshardError, match="seen: the checkpoint has numbers beyond int32"):
+        restore(tmp_path / "state", {"seen": seen})
+    assert restore(tmp_path / "state", {"seen": np.zeros(2, np.int64)})["seen"].tolist() == [7, 2**40 + 7]
+
+
+def test_two_threads_may_save_at_once(tmp_path):
+    errors = []
+
+    def saving(name):
+        try:
+            for i in range(8):
+                save(tmp_path / f"{name}{i}", {"w": np.full((64, 64), i, np.float32), "n": i})
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=saving, args=(name,)) for name in "ab"]
+    with ocp.CheckpointManager(tmp_path / "steps") as manager:
+        for thread in threads:
+            thread.start()
+        for step in range(8):
+            manager.save(step, args=ocp.args.StandardSave({"w": np.full(64, step, np.float32)}))
+        for thread in threads:
+            thread.join(120)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    for name in "ab":
+        assert restore(tmp_path / f"{name}7", {"w": np.zeros((64, 64), np.float32), "n": 0})["w"].sum() == 7 * 64 * 64
+    assert sorted(os.listdir(tmp_path / "steps")) == [str(step) for step in range(8)]
 
 
 def test_the_hint_for_a_renamed_leaf_with_a_slash_in_its_name_can_be_followed(tmp_path):

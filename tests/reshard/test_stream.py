@@ -1,11 +1,14 @@
 """Streams in one process, where both roles are: any layout to any layout, whole versions, and clear errors."""
 
 import functools
+import gc
 import json
 import re
 import secrets
 import socket
 import threading
+import time
+import weakref
 from pathlib import Path
 
 import jax
@@ -25,7 +28,8 @@ import reshard
 from mpmd.errors import ReshardError
 from mpmd.resilience import keeper
 from reshard.checkpoint import TensorFormat
-from reshard.streams import receiving, serving
+from reshard.streams import publishing, receiving, serving
+from reshard.streams.sending import Sender
 from reshard.streams.serving import FarShelf, ShelfServer
 from reshard.streams.shelf import Shelf, Shelved
 
@@ -161,6 +165,30 @@ def test_names_that_differ_in_dots_and_slashes_alone_are_told_apart():
         stream.send({"a.b": one, "a": {"b": two}}, version=0)
         tree, _ = stream.receive()
         assert (np.asarray(tree["a.b"])[0, 0], np.asarray(tree["a"]["b"])[0, 0]) == (1, 2)
+
+
+def test_keys_with_percent_signs_are_names_of_their_own():
+    one, two = (put(np.full((8, 4), i, np.float32), STAGES[0]) for i in (1, 2))
+    stream = reshard.stream(STAGES[0], there("x"))
+    stream.send({"a/b": one, "a%2Fb": two}, version=0)
+    tree, _ = stream.receive()
+    assert {name: int(np.asarray(x)[0, 0]) for name, x in tree.items()} == {"a/b": 1, "a%2Fb": 2}
+    error = said(lambda: stream.send({"": one, ".": two}, version=1))
+    assert error == "stream: two tensors of the tree are named '.'; rename one of them."
+
+
+def test_a_stream_that_nobody_keeps_ends_its_thread_after_its_last_version():
+    stream = reshard.stream(SOURCES, there("x"))
+    idle = stream._sender._idle
+    shelf = weakref.ref(stream._sender.shelf)
+    stream.send(weights(1.0), version=0)
+    del stream
+    assert idle.wait(20)
+    gc.collect()
+    end = time.monotonic() + 20
+    while shelf() is not None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert shelf() is None
 
 
 def test_keys_and_their_target_shardings():
@@ -345,6 +373,26 @@ def test_a_tree_that_cannot_be_published_opens_nothing():
     assert said(policy.receive).endswith("Connection refused")
     publish("value", weights(), 0)
     assert policy.receive()[1] == 0
+
+
+def test_a_subscriber_follows_a_publisher_that_begins_anew_after_a_loss(monkeypatch):
+    """A process that replaces a lost one does not know the sender of the others: all make a new one."""
+    address = f"127.0.0.1:{free_port()}"
+    publish = functools.partial(reshard.publish, "policy", address=address, token="secret")
+    like = {name: jax.ShapeDtypeStruct((8, 4), jnp.float32) for name in SOURCES}
+    polls, waits = (reshard.subscribe(address, like, there(), token="secret") for _ in range(2))
+    publish(weights(5.0), 5)
+    assert polls.receive()[1] == waits.receive()[1] == 5
+    old = publishing._published[address][1]["policy"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Sender, "is_current", property(lambda sender: sender is not old))
+        publish(weights(3.0), 3)
+    publishing._published[address][1]["policy"]._wait_until_idle()
+    for policy, wait in ((polls, False), (waits, True)):
+        assert said(lambda policy=policy, wait=wait: policy.receive(wait=wait)).endswith("closed by its sender.")
+        tree, version = policy.receive(wait=wait)
+        assert version == 3 and np.array_equal(mpmd.device_get(tree["w0"]), mpmd.device_get(weights(3.0)["w0"]))
+    assert not old.shelf._versions
 
 
 def test_after_an_interrupt_a_subscriber_receives_again(monkeypatch):
