@@ -331,7 +331,8 @@ class Jitted:
 
         call = read([None] * len(xs))
         key = call.key, tuple((x.path, x.tree) for x in xs)
-        return self._bucketed[key], Bucketing(read, self._trace, self._asked[key]), call
+        without_constants = [path for path, found in ways.items() if lists.HoldsConstants not in found]
+        return self._bucketed[key], Bucketing(read, self._trace, self._asked[key], without_constants), call
 
     @property
     def mpmd_mesh(self) -> MpmdMesh:

@@ -37,11 +37,18 @@ def check_bucket(first: StepPrograms, lowered: Lowered) -> bool:
         if a != b:
             raise StageError(
                 f"treduce: the step has other {what} for microbatches of some shapes of the list than for others"
-                f"{_first_difference(one, two)}.\n"
+                f"{_first_difference(one, two) or _other_reads(*programs)}.\n"
                 "  Python code that looks at the shape of a microbatch may do that. Let what is around fun, and what a"
                 " stage hands to the next, be the same for all shapes."
             )
     return programs[0].groups == programs[1].groups
+
+
+def _other_reads(one: Program, two: Program) -> str:
+    """Returns which arguments only one of two programs reads, or reads in other groups; "" if there are none."""
+    first, second = ({(v.name, group) for group, vs in enumerate(p.inputs) for v in vs} for p in (one, two))
+    names = sorted({name for name, _ in first ^ second})
+    return f": it does not read {' and '.join(names)} for all of them" if names else ""
 
 
 def _skeleton(program: Program) -> list[list[Hashable]]:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from mpmd import _jax_compat as compat
+from mpmd.arrays import keys
 from mpmd.bucketed_step import BucketedStep
 from mpmd.compiled import Compiled
 from mpmd.cutting.cut import with_given_cuts
@@ -29,6 +30,7 @@ from mpmd.ops.loop_primitive import LoopInfo
 from mpmd.ops.reductions import in_each_task
 from mpmd.stages import Traced
 from mpmd.tracing.arguments import CallArguments, Hint
+from mpmd.tracing.trace import Trace
 from mpmd.users_frame import users_frame
 from scheduler.base.collector import without_collection
 
@@ -40,6 +42,7 @@ class Bucketing:
     read: Callable[[Sequence[object]], CallArguments]
     trace: Callable[[CallArguments, Mapping[int, Hint] | None], Traced]
     asked: list[Traced]  # the latest step for lists that a user's `.trace` returned; empty if there is none
+    without_constants: list[lists.Path]  # the lists of loops whose programs do not hold captured arrays
 
     @property
     def compiled(self) -> Compiled | None:
@@ -77,6 +80,15 @@ class Bucketing:
         ]
         leaves = self.read(numbered).leaves
         return {i: (x.of, x.number) for i, x in enumerate(leaves) if isinstance(x, _Leaf)}
+
+
+def _are_equal(one: object, two: object) -> bool:
+    """Returns whether two captured arrays have the same type and the same bits."""
+    if one is two:
+        return True
+    if jax.typeof(one) != jax.typeof(two) or not all(getattr(x, "is_fully_addressable", True) for x in (one, two)):
+        return False
+    return np.asarray(keys.to_data(one)).tobytes() == np.asarray(keys.to_data(two)).tobytes()
 
 
 def with_infos(traced: Traced, change: Callable[[LoopInfo], LoopInfo]) -> Traced:
@@ -202,11 +214,12 @@ class Buckets:
         if self._step is not None:
             known = {i: hint for i, hint in enumerate(self._hints) if i not in self._positions}
             traced = self._traced(bucketing, ones, known)
+            self._check_constants(bucketing, traced._trace)
             if (cuts := self._cuts) is not None:  # all buckets have the stages of the first
                 traced = dataclasses.replace(traced, _trace=with_given_cuts(traced._trace, cuts))
             return self._step.add(traced._lowered)
         traced = self._traced(bucketing, ones, None)
-        self._hints, self._positions = traced._hints, bucketing.positions(ones)
+        self._hints, self._positions, self._constants = traced._hints, bucketing.positions(ones), traced._trace.consts
         lowered = traced._lowered
         self._cuts = lowered.cuts if len(lowered._outline.loops) == 1 else None
         step = lowered._begin_to_compile(kind=BucketedStep, others=bucketing.compiled or self._earlier)
@@ -215,6 +228,21 @@ class Buckets:
         step.begin(self._paths, self._positions, self._lock)
         self._step = step
         return 0
+
+    def _check_constants(self, bucketing: Bucketing, trace: Trace) -> None:
+        """Checks that the step captures the same arrays for all shapes: a call gets one set of them, for all buckets.
+
+        A table may be chosen by the length of a microbatch. Then all begin again, and each program holds its own.
+        """
+        mine, theirs = self._constants, trace.consts
+        if len(mine) == len(theirs) and all(map(_are_equal, mine, theirs)):
+            return
+        if bucketing.without_constants:
+            raise lists.HoldsConstants(bucketing.without_constants[0])
+        raise StageError(
+            "treduce: the step captures other arrays for microbatches of some shapes than for others, around its loops"
+            " or on devices of other processes.\n  Pass them as arguments of the step, or as NumPy arrays."
+        )
 
     def _traced(self, bucketing: Bucketing, ones: Sequence[object], known: Mapping[int, Hint] | None) -> Traced:
         def changed(info: LoopInfo) -> LoopInfo:

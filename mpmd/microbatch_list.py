@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from mpmd.ops import lists
-from mpmd.ops.lists import CountsList, Microbatches, ReadsList, Reordered
+from mpmd.ops.lists import CountsList, HoldsConstants, Microbatches, ReadsList, Reordered
 from mpmd.pytrees import TreeDef
 from mpmd.tracing.arguments import leaf_type
 from scheduler.base.texts import counted
@@ -48,4 +48,5 @@ class MicrobatchList:
     def standing_for(self, one: object, ways: Set[type]) -> Microbatches:
         """Returns the object that the step gets for the list."""
         items = self.given if ReadsList in ways else None
-        return Microbatches(self.path, one, np.int32(len(self.given)), len(self.given), CountsList in ways, items)
+        known = CountsList in ways, HoldsConstants in ways
+        return Microbatches(self.path, one, np.int32(len(self.given)), len(self.given), *known, items)

@@ -716,6 +716,110 @@ def test_a_step_whose_tasks_depend_on_the_shape_is_told():
     assert "the step has other instructions for microbatches of some shapes" in fault(other, microbatches((2, 3)))
 
 
+def check_close(got, expected):
+    for one, two in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5)
+
+
+def summed_tables(table_of):
+    """A step of two stages whose losses are scaled by `table_of(rows)`; its parameters and lists of three lengths."""
+
+    def loss(params, x):
+        h = mpmd.mark_stage_end(jnp.tanh(x @ params[0]))
+        return jnp.vdot((h @ params[1]) ** 2, jnp.broadcast_to(table_of(x.shape[0]), (x.shape[0], WIDTH)))
+
+    def step(params, xs):
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(params, x), xs, schedule="1f1b")
+
+    rng = np.random.default_rng(3)
+    params = [rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) for _ in range(2)]
+    xs = [rng.normal(size=(rows, WIDTH)).astype(np.float32) for rows in (2, 5, 3, 2)]
+    return step, params, ([xs[0]], xs[:3], xs, [xs[2]])
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "of its rows",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("one for all", "keys", "two in another order")),
+    ],
+)
+def test_arrays_that_a_loop_captures_may_depend_on_the_shape_of_a_microbatch(shape):
+    tables = {rows: jnp.full((rows, 1) if shape == "of its rows" else (WIDTH,), 1.0 * rows) for rows in (2, 3, 5)}
+    keys = {rows: jax.random.key(rows) for rows in (2, 3, 5)}
+
+    def table_of(rows):
+        if shape == "keys":
+            return jax.random.normal(keys[rows], (WIDTH,))
+        if shape == "two in another order":
+            one, two = (tables[2], tables[3])[:: 1 if rows == 5 else -1]
+            return one - jnp.sin(two)
+        return tables[rows]
+
+    step, params, calls = summed_tables(table_of)
+    plain, pipelined = jax.jit(step), mpmd.jit(step, mpmd_mesh=groups(2))
+    for xs in calls:
+        check_close(pipelined(params, xs), plain(params, xs))
+
+
+def test_arrays_that_are_the_same_for_all_shapes_are_captured_once():
+    table = jnp.arange(WIDTH, dtype=jnp.float32)
+    step, params, calls = summed_tables(lambda rows: jnp.array(table) if rows == 3 else table)  # the bits count
+    pipelined = mpmd.jit(step, mpmd_mesh=groups(2))
+    for xs in calls:
+        check_close(pipelined(params, xs), jax.jit(step)(params, xs))
+    assert len(pipelined.trace(params, calls[1])._trace.consts) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda xs: xs.sort(key=lambda x: x.shape[0]), lambda xs: xs.__iadd__([xs[0]]),
+        lambda xs: xs.__setitem__(0, xs[0] / 10), lambda xs: xs.__delitem__(0),
+    ],
+)  # fmt: skip
+def test_a_list_that_the_step_changes_is_refused(change):
+    step, params, calls = summed_tables(lambda rows: jnp.float32(1))
+
+    def changing(params, xs):
+        change(xs)
+        return step(params, xs)
+
+    with pytest.raises(StageError, match="the step has changed the list xs, or a microbatch in it, before the loop"):
+        mpmd.jit(changing, mpmd_mesh=groups(2))(params, calls[1])
+
+
+def test_a_microbatch_that_the_step_changes_is_refused_and_lists_are_compared_and_joined_as_lists():
+    step, params, calls = summed_tables(lambda rows: jnp.float32(1))
+
+    def changing(params, xs):
+        for x in xs:
+            x["x"] = x["x"] / 10
+        return mpmd.treduce(lambda x: step(params, [x["x"]])[0], xs, schedule="1f1b")
+
+    with pytest.raises(StageError, match="the step has changed the list xs, or a microbatch in it, before the loop"):
+        mpmd.jit(changing, mpmd_mesh=groups(2))(params, [{"x": x} for x in calls[1]])
+
+    def reading(params, xs):
+        more = sum(x.sum() for x in [params[0]] + xs)  # noqa: RUF005 (the sum of lists is what is tried)
+        return step(params, xs), more * (2 if xs != [] and not xs < [] and xs > [] else 1)
+
+    check_close(mpmd.jit(reading, mpmd_mesh=groups(2))(params, calls[1]), jax.jit(reading)(params, calls[1]))
+
+
+def test_an_argument_that_is_read_for_some_shapes_alone_is_named():
+    _, params, calls = summed_tables(lambda rows: jnp.float32(1))
+
+    def choosing(params, tables, xs):
+        return mpmd.treduce(
+            lambda x: mpmd.mark_stage_end(x @ params[0]).sum() * tables[str(x.shape[0])].sum(), xs, schedule="1f1b"
+        )
+
+    tables = {str(rows): np.ones(3, np.float32) for rows in (2, 3, 5)}
+    with pytest.raises(StageError, match=r"than for others: it does not read .*tables\['5'\] for all of them"):
+        mpmd.jit(choosing, mpmd_mesh=groups(2))(params, tables, calls[1])
+
+
 def test_the_largest_of_floats_without_infinity():
     for dtype in ("float8_e4m3fn", "float8_e5m2", "float32"):
         xs = jnp.array([[-3, 1], [-2, -1]], dtype)

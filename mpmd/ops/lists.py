@@ -87,6 +87,10 @@ class CountsList(TakesList):
     """The shape of a result depends on the length of the list: the step is traced again for this length."""
 
 
+class HoldsConstants(TakesList):
+    """The loop reads other captured arrays for another shape: each trace holds its own, as part of the program."""
+
+
 class Microbatches(list):
     """A list argument while a step is traced: one microbatch stands for all.
 
@@ -94,6 +98,7 @@ class Microbatches(list):
       number: the number of microbatches, an array.
       num_microbatches: the number of microbatches in the call for which the step is traced.
       is_counted: whether the trace is for this number alone.
+      holds_constants: whether captured arrays are part of the program (as NumPy's always are).
       plain: the items, if the step reads them itself.
     """
 
@@ -104,33 +109,54 @@ class Microbatches(list):
         number: Any,
         num_microbatches: int,
         is_counted: bool,
+        holds_constants: bool,
         plain: Iterable[PyTree] | None = None,
     ):
         super().__init__(plain or ())
         self.path, self.one, self.number = path, one, number
-        self.num_microbatches, self.is_counted = num_microbatches, is_counted
+        self.num_microbatches, self.is_counted, self.holds_constants = num_microbatches, is_counted, holds_constants
         self.plain = None if plain is None else tuple(plain)
+        self._leaves: list = []  # of the items
         self.is_guarded = False  # whether the step is being traced with it: then only its items can be read
+
+    def guard(self) -> None:
+        """Begins a trace of the step with it."""
+        self._leaves, self.is_guarded = jax.tree.leaves(self.plain), True
 
     def check_is_plain(self) -> None:
         """Raises an error if the step reads a list of which only one microbatch is there."""
         if self.is_guarded and self.plain is None:
             raise ReadsList(self.path)
 
+    def check_is_unchanged(self) -> None:
+        """Raises a StageError if the step has changed the list or one of its items: the loop runs those of the call."""
+        if self.plain is None:
+            return
+        now = jax.tree.leaves(list(self))
+        if len(now) != len(self._leaves) or any(a is not b for a, b in zip(now, self._leaves, strict=True)):
+            raise StageError(
+                "treduce: the step has changed the list xs, or a microbatch in it, before the loop.\n"
+                "  Change microbatches inside of fun, or before the step is called."
+            )
+
+    def __radd__(self, other: list) -> list:
+        return [*other, *self]
+
 
 def _reading(name: str) -> Callable:
     method = getattr(list, name)
 
-    def read(self: Microbatches, *args: object) -> object:
+    def read(self: Microbatches, *args: object, **named: object) -> object:
         self.check_is_plain()
-        return method(self, *args)
+        return method(self, *args, **named)
 
     return read
 
 
 _READING = """
-    __len__ __iter__ __getitem__ __contains__ __eq__ __add__ __mul__ __rmul__ __reversed__ __repr__ append copy count
-    extend index pop reverse sort
+    __len__ __iter__ __getitem__ __contains__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __add__ __mul__ __rmul__
+    __iadd__ __imul__ __setitem__ __delitem__ __reversed__ __repr__ append clear copy count extend index insert pop
+    remove reverse sort
 """
 for _name in _READING.split():
     setattr(Microbatches, _name, _reading(_name))
@@ -149,6 +175,7 @@ class _AboutList:
 
     path: Path
     counted: int | None  # the number of microbatches, if the trace is for this number alone
+    holds_constants: bool
     num_microbatches: int = dataclasses.field(compare=False)
 
     def __repr__(self):
@@ -160,7 +187,8 @@ def _flatten(xs: Microbatches) -> tuple[tuple, _AboutList | None]:
     if xs.is_guarded:
         return (xs.plain,), None
     counted = xs.num_microbatches if xs.is_counted else None
-    return (xs.one, xs.number, xs.plain), _AboutList(xs.path, counted, xs.num_microbatches)
+    about = _AboutList(xs.path, counted, xs.holds_constants, xs.num_microbatches)
+    return (xs.one, xs.number, xs.plain), about
 
 
 def _flatten_with_keys(xs: Microbatches) -> tuple[tuple, _AboutList | None]:
@@ -173,8 +201,8 @@ def _unflatten(kept: _AboutList | None, children: Iterable[PyTree]) -> Any:
     children = tuple(children)
     if kept is None:
         return list(children[0])
-    is_counted = kept.counted is not None
-    return Microbatches(kept.path, children[0], children[1], kept.num_microbatches, is_counted, children[2])
+    ways = kept.counted is not None, kept.holds_constants
+    return Microbatches(kept.path, children[0], children[1], kept.num_microbatches, *ways, children[2])
 
 
 jax.tree_util.register_pytree_with_keys(Microbatches, _flatten_with_keys, _unflatten, _flatten)
@@ -185,7 +213,7 @@ def of_arguments(tree: PyTree, paths: Iterable[Path]) -> Iterator[None]:
     """Traces a step with these arguments, `(args, kwargs)`, inside this context; lists are known at `paths`."""
     for path in paths:
         if isinstance(xs := at(tree, path), Microbatches):
-            xs.is_guarded = True
+            xs.guard()
     token = arguments.set(tree)
     try:
         yield

@@ -10,6 +10,7 @@ from jax import lax
 
 from mpmd import _jax_compat as compat
 from mpmd.arrays.delegation import is_plain
+from mpmd.arrays.keys import is_key
 from mpmd.errors import StageError
 from mpmd.ops import lists
 from mpmd.ops.lists import Microbatches
@@ -146,6 +147,7 @@ def _treduce_list(
     if not isinstance(xs, Microbatches):
         list(lists.elements(xs))
         raise lists.found(xs)
+    xs.check_is_unchanged()
     means = Means(given, operation, weights, xs.number)
     leaves, treedef = jax.tree.flatten(xs.one)
 
@@ -268,7 +270,7 @@ def _treduce(
     index = jax.ShapeDtypeStruct((), np.int32, sharding=compat.sharding_here())
     body = compat.written_out(_without_outer_refs(jax.make_jaxpr(flat)(index), name))
     if of is not None:
-        body = _with_own_constants(_varying(body))
+        body = _with_own_constants(_varying(body), of.holds_constants)
     operations = broadcast_operation(operation, out_tree, name)
     operations = tuple(op for k, op in enumerate(operations) if k not in frozen)
     check_operations(operations, body.out_avals, name)
@@ -281,16 +283,17 @@ def _treduce(
     return jax.tree.unflatten(out_tree, leaves)
 
 
-def _with_own_constants(body: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
+def _with_own_constants(body: compat.ClosedJaxpr, holds_arrays: bool) -> compat.ClosedJaxpr:
     """Returns a loop's body that contains the NumPy constants that it captured (masks, positions): they may differ for
-    other shapes. JAX arrays were made outside of the step, so they are the same for all shapes.
+    other shapes. JAX's arrays are mostly the same for all shapes (weights); `holds_arrays`: it contains them, too.
     """
     own, rest = {}, []
     for v, c in zip(body.jaxpr.constvars, body.consts, strict=True):
-        if isinstance(c, jax.Array):  # of an outer trace, too
+        is_traced = isinstance(c, compat.Tracer)
+        if is_traced or (isinstance(c, jax.Array) and not (holds_arrays and c.is_fully_addressable)):
             rest.append((v, c))
         else:
-            own[v] = compat.Literal(np.asarray(c), v.aval)
+            own[v] = compat.Literal(c if is_key(c.dtype) else np.asarray(c), v.aval)
     eqns = compat.renamed_equations(body.jaxpr.eqns, own)
     outvars = [compat.renamed(v, own) for v in body.jaxpr.outvars]
     jaxpr = compat.new_jaxpr(body.jaxpr, constvars=[v for v, _ in rest], eqns=eqns, outvars=outvars)
