@@ -7,6 +7,7 @@ ignore. The boxes are made of chunks, which storage reads as a whole anyway. A b
 
 import asyncio
 import json
+import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path as File
@@ -43,7 +44,18 @@ async def write(folder: File, process: int, parts: Iterable[tuple[str, Iterable[
     await asyncio.to_thread(lambda: directory.mkdir(parents=True, exist_ok=True))
     # Partial saves of one tree have other names, and their folders are merged.
     number = f"{process}.{zlib.crc32(json.dumps(sorted(found)).encode()):08x}"
-    await asyncio.to_thread((directory / FILES.format(number)).write_text, json.dumps(found))
+    await asyncio.to_thread(_write_lastingly, directory / FILES.format(number), json.dumps(found))
+
+
+def _write_lastingly(file: File, text: str) -> None:
+    """Writes a file that survives a crash of the machine, as the arrays do: without it they could not be read."""
+    file.write_text(text)
+    if "://" not in str(file):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 async def read(folder: File) -> Sums:
