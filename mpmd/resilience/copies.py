@@ -30,7 +30,7 @@ from mpmd.errors import RankLostError
 from mpmd.job import audits
 from mpmd.pytrees import PyTree
 from mpmd.resilience import layout
-from mpmd.resilience.keeper import Version
+from mpmd.resilience.keeper import NoRoomError, Version
 from mpmd.resilience.keepers import Address, Connection
 from mpmd.resilience.layout import NUMBER, StateLayout
 from mpmd.resilience.ranks import Ranks
@@ -71,7 +71,9 @@ class Copies:
     ):
         self._ranks, self._keepers, self._about, self._speaks = ranks, keepers, about, speaks
         self.whole = self._step = -1 if last is None else last
-        self._silent: dict[Address, tuple[Connection, float]] = {}  # did not answer; with the time to ask again
+        # Keepers that did not answer or had no room, with the time to ask again; and those that were asked again.
+        self._silent: dict[Address, tuple[Connection, float]] = {}
+        self._asked_again: set[Address] = set()
         self._num_found = audits.num_found()
         self._names: list[str] = []
         self._signature: tuple | None = None
@@ -205,15 +207,19 @@ class Copies:
             give(self._keepers[address])
             if self._speaks:
                 say(f"the keeper on {address.host} was killed, and has a successor: what it had is lost")
+        if address in self._asked_again:
+            self._asked_again.remove(address)
+            if self._speaks:
+                say(f"the keeper on {address.host} answers again, and gets copies again")
 
     def _without(self, address: Address, error: OSError) -> None:
-        """Leaves a keeper out: until it answers again, if it only has not answered in time."""
+        """Leaves a keeper out: until it answers again, or has room, if that is all that it lacks."""
         connection, what = self._keepers.pop(address), "cannot be used any more"
         connection.close()
-        if isinstance(error, TimeoutError):
+        if isinstance(error, (TimeoutError, NoRoomError)):
             self._silent[address] = connection, time.monotonic() + _AGAIN_S
-            what = "does not answer"
-        if self._speaks and not self._is_closing:
+            what = "takes no copies now" if isinstance(error, NoRoomError) else "does not answer"
+        if self._speaks and not self._is_closing and address not in self._asked_again:
             say(f"the keeper on {address.host} {what} ({error}): copies go on without it")
 
     def _ask_silent(self, now: float) -> None:
@@ -229,8 +235,8 @@ class Copies:
             except OSError:
                 pass
             del self._silent[address]
-            if self._speaks and address in self._keepers:
-                say(f"the keeper on {address.host} answers again, and gets copies again")
+            if address in self._keepers:
+                self._asked_again.add(address)
 
     def _wait_for_others(self, step: int) -> None:
         """Returns when all ranks have kept the version of a step, or one of them cannot keep any version any more.

@@ -35,6 +35,7 @@ from typing import Any
 
 Message = dict[str, Any]  # of JSON
 TOKEN = "MPMD_KEEPER_TOKEN"
+_NO_ROOM = "no room for"  # begins the answer of a keeper without memory for a record
 _NONCE = 32  # bytes; its answer is as long
 _LARGEST_MESSAGE = 1 << 30
 _BACKLOG = 1024
@@ -43,6 +44,10 @@ _PAUSE_S = 0.2
 _MOST_DEATHS, _LONG_S = 3, 60.0  # after this many children in a row that lived shorter, there is no room for states
 
 Version = tuple[int, int]  # the number of the call of `resilient` in the program, and the step that made the state
+
+
+class NoRoomError(OSError):
+    """A keeper's host has no memory for a record now."""
 
 
 def send(connection: socket.socket, message: Mapping[str, object]) -> None:
@@ -76,11 +81,12 @@ def answer(connection: socket.socket) -> Message:
     """Returns the answer to a request.
 
     Raises:
-      OSError: the answer is an error, or none has come.
+      NoRoomError: the keeper's host has no memory for a record now.
+      OSError: the answer is another error, or none has come.
     """
     found = receive(connection)
     if "error" in found:
-        raise OSError(found["error"])
+        raise (NoRoomError if found["error"].startswith(_NO_ROOM) else OSError)(found["error"])
     return found
 
 
@@ -272,27 +278,28 @@ class _Connection:
         send(self._connection, {"nbytes": buffer.nbytes})
         socket.send_fds(self._connection, [b"."], [buffer.fd])
 
-    def _on_begin(self, nbytes: int, below: list[int]) -> None:
+    def _new_buffer(self, nbytes: int, below: list[int]) -> _Buffer | None:
+        """Returns a buffer and tells the rank its number, or tells it that there is no room and returns None."""
         try:
             buffer = self._memory.begin(nbytes, (below[0], below[1]))
         except OSError as error:
-            send(self._connection, {"error": f"no room for {nbytes:,} bytes: {error.strerror}"})
-            return
+            send(self._connection, {"error": f"{_NO_ROOM} {nbytes:,} bytes: {error.strerror}"})
+            return None
         self._begun[buffer.fd] = buffer
         send(self._connection, {"buffer": buffer.fd})
-        socket.send_fds(self._connection, [b"."], [buffer.fd])
+        return buffer
+
+    def _on_begin(self, nbytes: int, below: list[int]) -> None:
+        if (buffer := self._new_buffer(nbytes, below)) is not None:
+            socket.send_fds(self._connection, [b"."], [buffer.fd])
 
     def _on_commit(self, buffer: int, about: dict[str, int], header: str) -> None:
         self._memory.commit(_Record(about, header, self._begun.pop(buffer)))
         send(self._connection, {})
 
     def _on_put(self, nbytes: int, below: list[int], about: dict[str, int], header: str) -> None:
-        try:
-            buffer = self._memory.begin(nbytes, (below[0], below[1]))
-        except OSError as error:
-            send(self._connection, {"error": f"no room for {nbytes:,} bytes: {error.strerror}"})
-            raise
-        self._begun[buffer.fd] = buffer
+        if (buffer := self._new_buffer(nbytes, below)) is None:
+            return
         with memoryview(buffer.memory) as view:
             exactly(self._connection, view[:nbytes])
         self._on_commit(buffer.fd, about, header)

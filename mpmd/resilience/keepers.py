@@ -88,9 +88,8 @@ class Connection:
 
     def put(self, data: np.ndarray, below: Version, about: Mapping[str, int], header: str) -> None:
         """Sends a record to the keeper of another host."""
-        message = {"ask": "put", "nbytes": data.nbytes, "below": below, "about": about, "header": with_sum(header)}
-        keeper.send(self._socket, message)
-        self._socket.settimeout(self._answer_s + data.nbytes / _FRESH_BYTES_PER_S)  # the first bytes wait for memory
+        self._socket.settimeout(self._answer_s + data.nbytes / _FRESH_BYTES_PER_S)
+        keeper.ask(self._socket, "put", nbytes=data.nbytes, below=below, about=about, header=with_sum(header))
         for start in range(0, data.nbytes, _CHUNK):
             self._socket.sendall(data.data[start : start + _CHUNK])
         keeper.answer(self._socket)

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import re
@@ -34,9 +35,11 @@ from mpmd.job.job import Job
 from mpmd.job.verdict import Board
 from mpmd.job.watchdog import Watchdog
 from mpmd.resilience import copies, keepers, layout, loop, restoring, versions
+from mpmd.resilience import keeper as keeper_module
 from mpmd.resilience.copies import Copies, started, written
 from mpmd.resilience.keeper import TOKEN
 from mpmd.resilience.keepers import Address
+from mpmd.resilience.meeting import Meeting
 from mpmd.resilience.ranks import OnlyRank
 from mpmd.resilience.versions import Stored
 from reshard.checkpoint import meeting
@@ -449,6 +452,43 @@ def test_a_keeper_that_did_not_answer_for_a_while_gets_copies_again(keeper, monk
     assert capfd.readouterr().err == "mpmd.resilient: goes on after step 5, from memory\n"
 
 
+def test_a_keeper_of_another_host_that_had_no_room_for_a_while_gets_copies_again(monkeypatch, capfd):
+    make, full = keeper_module._Buffer.__init__, threading.Event()
+
+    def make_or_fail(self, nbytes):
+        if full.is_set():
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        make(self, nbytes)
+
+    monkeypatch.setattr(keeper_module._Buffer, "__init__", make_or_fail)
+    monkeypatch.setattr(copies, "_AGAIN_S", 0.0)
+    memory = keeper_module.Memory()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve(connection):
+            keeper_module._Connection(connection, memory, "secret").serve()
+
+        threading.Thread(target=keeper_module.serve_forever, args=(listener, serve), daemon=True).start()
+        address = keepers.Address("127.0.0.1", listener.getsockname()[1], "other")
+        connection = keepers.Connection(address, "secret", shares_memory=False)
+        about = {"attempt": 0, "call": 0, "owner": 0, "num_ranks": 1}
+        kept = Copies(OnlyRank(), {address: connection}, about, True, None)
+        kept.keep(0, jnp.arange(3.0))
+        kept.finish()
+        full.set()
+        kept.keep(1, jnp.arange(4.0))  # needs another buffer
+        time.sleep(0.5)
+        full.clear()
+        kept.finish()
+        kept.keep(2, jnp.arange(4.0))
+        kept.finish()
+        kept.close()
+    assert [record["step"] for record in memory.list()][-1] == 2
+    lacks, again = capfd.readouterr().err.splitlines()
+    assert lacks.startswith("mpmd.resilient: the keeper on 127.0.0.1 takes no copies now (no room for 64 bytes: Cannot")
+    assert again == "mpmd.resilient: the keeper on 127.0.0.1 answers again, and gets copies again"
+
+
 def test_a_keeper_that_was_killed_has_a_successor_that_is_given_the_next_version(keeper, monkeypatch, capfd):
     """Three times in a row; then nothing is kept any more, and the loop goes on."""
     killed = []
@@ -478,7 +518,7 @@ def test_a_host_whose_keeper_was_lost_goes_on_keeping_with_another_one(keeper, c
         def exchange(self, what, text):
             return {0: text, 1: json.dumps({**json.loads(text), "keeper": own, "records": []})}
 
-    meeting = loop._Meeting(Ranks(), Address("127.0.0.1", 1, "lost"), 0, (4, 1, 1, 0), False)
+    meeting = Meeting(Ranks(), Address("127.0.0.1", 1, "lost"), 0, (4, 1, 1, 0), False)
     copies = meeting.copies(1, None)
     copies.keep(0, jnp.arange(3.0))
     copies.close()
