@@ -13,10 +13,8 @@ from mpmd.compile.step import StepPrograms
 from mpmd.graphs import equations
 from mpmd.graphs.body import Place
 from mpmd.partition.outline import Loop
-from mpmd.report.memory import Sizes, peaks
+from mpmd.report.memory import Change, Sizes, peaks
 from scheduler import Call, Program, Recv, Run, Value
-
-Sized = Callable[[Value, int, bool], tuple[int, bool]]
 
 
 class Saving(NamedTuple):
@@ -38,8 +36,8 @@ def savings(
     group's, from `measured`; `temporaries` returns those of an instruction that XLA reports.
     """
 
-    def peak(change: Sized, scaled: Callable[[Run | Call], int] = temporaries) -> int:
-        return peaks(program, group, _Changed(sizes, change), scaled)["peak"]
+    def peak(change: Change, scaled: Callable[[Run | Call], int] = temporaries) -> int:
+        return peaks(program, group, sizes, scaled, change)["peak"]
 
     def offloaded(value: Value, nbytes: int, is_in_host: bool) -> tuple[int, bool]:
         return nbytes, is_in_host or sizes.kind(value) == "state"
@@ -60,20 +58,6 @@ def savings(
         found.append(Saving("parameters and state divided over the devices of the group", nbytes))
     worth_while = memory["peak"] // 100
     return tuple(sorted((s for s in found if s.nbytes > worth_while), key=lambda s: -s.nbytes))
-
-
-class _Changed(Sizes):
-    """Sizes of values after a change of some of them."""
-
-    def __init__(self, sizes: Sizes, change: Sized):
-        self._sizes, self._change = sizes, change
-        self.successors = sizes.successors
-
-    def nbytes(self, value: Value, group: int) -> tuple[int, bool]:
-        return self._change(value, *self._sizes.nbytes(value, group))
-
-    def kind(self, value: Value) -> str:
-        return self._sizes.kind(value)
 
 
 def recomputed_peak(
@@ -99,8 +83,8 @@ def recomputed_peak(
             if own != group or (stages is not None and stage not in stages):
                 continue
             residuals, inputs = ([edge_name(loop, v) for v in vs] for vs in _residuals(loop, stage))
-            nbytes = sum(sizes.nbytes_of(name, group)[0] for name in residuals)
-            of_input = sum(sizes.nbytes_of(name, group)[0] for name in inputs if name in received)  # not kept yet
+            nbytes = sum(sizes.nbytes(name, group)[0] for name in residuals)
+            of_input = sum(sizes.nbytes(name, group)[0] for name in inputs if name in received)  # not kept yet
             if of_input < nbytes:
                 remaining |= dict.fromkeys(residuals, 0) | {residuals[0]: of_input}
                 again[stage] += nbytes
@@ -112,7 +96,7 @@ def recomputed_peak(
         backward = [t.stage for t in instruction.tasks if t.kind != "F"] if isinstance(instruction, Run) else []
         return temporaries(instruction) + max((again[s] for s in backward if s in again), default=0)
 
-    return peaks(program, group, _Changed(sizes, recomputed), with_recomputation)["peak"]
+    return peaks(program, group, sizes, with_recomputation, recomputed)["peak"]
 
 
 def _residuals(loop: Loop, stage: int) -> tuple[list[compat.Var], list[compat.Var]]:
@@ -133,7 +117,7 @@ def _replicated(programs: StepPrograms, sizes: Sizes, group: int) -> int:
         name = outline.names[v]
         if group not in groups or sizes.kind(Value(name)) not in ("parameters", "state"):
             continue
-        nbytes, is_in_host = sizes.nbytes_of(name, group)
+        nbytes, is_in_host = sizes.nbytes(name, group)
         if not is_in_host:
             whole = equations.nbytes(v.aval)
             found += nbytes - nbytes // count if nbytes == whole and v.aval.size >= count else 0

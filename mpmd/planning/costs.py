@@ -92,13 +92,13 @@ class StepCosts:
     def transfer(self, source: int, target: int, value: Value) -> float:
         """Returns the seconds of a transfer; for a value without a microbatch, of the largest microbatch's value."""
         groups = self.programs.mesh.groups
-        nbytes = self.sizes.nbytes(value, target)[0] * self.shares.sent(value, target)
+        nbytes = self.sizes.nbytes(value.name, target)[0] * self.shares.sent(value, target)
         return self.machine.between_s(nbytes, groups[source], groups[target])
 
     def largest_arguments(self, group: int, roles: Roles) -> tuple[tuple[str, int], ...]:
         """Returns the three largest arguments in a group, with their bytes on each device."""
         found = [
-            (roles.names[v], self.sizes.nbytes_of(roles.names[v], group)[0])
+            (roles.names[v], self.sizes.nbytes(roles.names[v], group)[0])
             for v, groups in zip(roles.args, roles.groups, strict=True)
             if group in groups
         ]

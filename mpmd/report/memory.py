@@ -18,6 +18,8 @@ from mpmd.report.roles import Roles
 from scheduler import Call, Free, Program, Recv, Run, Value
 
 KINDS = ("parameters", "state", "data", "gradients", "activations", "temporaries")
+# From a value, its bytes on each device and whether they are in host memory, to other bytes and another place.
+Change = Callable[[Value, int, bool], tuple[int, bool]]
 
 
 def measured(programs: StepPrograms, program: Program) -> dict[int, dict[str, int]]:
@@ -73,12 +75,8 @@ class Sizes:
         }
         self._known: dict[tuple[str, int], tuple[int, bool]] = {}
 
-    def nbytes(self, value: Value, group: int) -> tuple[int, bool]:
-        """Returns the bytes on each device, and whether they are in host memory."""
-        return self.nbytes_of(value.name, group)
-
-    def nbytes_of(self, name: str, group: int) -> tuple[int, bool]:
-        """Returns the same as `nbytes`, for a variable by its name."""
+    def nbytes(self, name: str, group: int) -> tuple[int, bool]:
+        """Returns the bytes of a variable on each device, and whether they are in host memory."""
         key = name, group
         if key not in self._known:
             v = self._vars[name]
@@ -92,20 +90,24 @@ class Sizes:
         return "activations" if value.microbatch is not None else self._kinds.get(value.name, "gradients")
 
 
-def peaks(program: Program, group: int, sizes: Sizes, temporaries: Callable[[Run | Call], int]) -> dict[str, int]:
-    """Returns the most bytes of each kind that a device of a group holds at one time, in the form of `measured`."""
+def peaks(
+    program: Program, group: int, sizes: Sizes, temporaries: Callable[[Run | Call], int], change: Change | None = None
+) -> dict[str, int]:
+    """Returns the most bytes of each kind that a device of a group holds at one time, in the form of `measured`, after
+    a change of the sizes of some values.
+    """
     most: dict[str, int] = dict.fromkeys((*KINDS, "peak", "host"), 0)
-    for now in _alive(program, group, sizes, temporaries):
+    for now in _alive(program, group, sizes, temporaries, change):
         for kind, nbytes in now.items():
             most[kind] = max(most[kind], nbytes)
     return {"arguments": sum(most[kind] for kind in ("parameters", "state", "data")), **most}
 
 
 def _alive(
-    program: Program, group: int, sizes: Sizes, temporaries: Callable[[Run | Call], int]
+    program: Program, group: int, sizes: Sizes, temporaries: Callable[[Run | Call], int], change: Change | None = None
 ) -> Iterator[dict[str, int]]:
     """Yields bytes by kind, in all (`peak`) and in host memory (`host`): at first, and when an instruction adds any."""
-    account = _Account(group, sizes)
+    account = _Account(group, sizes, change)
     account.add(program.inputs[group])
     yield account.now()
     for instruction in program.groups[group]:
@@ -123,8 +125,8 @@ def _alive(
 class _Account:
     """The live values in a group."""
 
-    def __init__(self, group: int, sizes: Sizes):
-        self._group, self._sizes = group, sizes
+    def __init__(self, group: int, sizes: Sizes, change: Change | None):
+        self._group, self._sizes, self._change = group, sizes, change
         self._live: dict[Value, str] = {}  # with its kind
         self._gone: set[str] = set()
         self._now: dict[str, int] = dict.fromkeys((*KINDS, "host"), 0)
@@ -152,5 +154,7 @@ class _Account:
         return self._sizes.kind(Value(replaced) if replaced in self._gone else value)
 
     def _count(self, value: Value, sign: int) -> None:
-        nbytes, is_in_host = self._sizes.nbytes(value, self._group)
+        nbytes, is_in_host = self._sizes.nbytes(value.name, self._group)
+        if self._change is not None:
+            nbytes, is_in_host = self._change(value, nbytes, is_in_host)
         self._now["host" if is_in_host else self._live[value]] += sign * nbytes

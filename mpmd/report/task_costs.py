@@ -63,7 +63,7 @@ def costs_of(
     kept = [0.0] * len(stages)
     for edge in loop_graph(loop).edges:
         for stage in {s for s, reader in edge.consumers if edge.producer[1] == "F" and reader != "F"}:
-            kept[stage] += sizes.nbytes_of(edge.name, placement[stage])[0]
+            kept[stage] += sizes.nbytes(edge.name, placement[stage])[0]
     return Costs(
         forward=tuple(of("F")),
         input_grad=tuple(i + b for i, b in zip(of("I"), whole, strict=True)),
@@ -80,7 +80,7 @@ def boundary_seconds(loop: Loop, mesh: MpmdMesh, machine: Machine, sizes: Sizes)
     for edge in loop_graph(loop).edges:
         source = placement[edge.producer[0]]
         for target in {placement[s] for s, _ in edge.consumers} - {source}:
-            nbytes = sizes.nbytes_of(edge.name, target)[0]
+            nbytes = sizes.nbytes(edge.name, target)[0]
             seconds[source, target] += machine.between_s(nbytes, mesh.groups[source], mesh.groups[target])
     return boundaries(placement, reads_of(loop.schedule), lambda a, b: max(seconds[a, b], seconds[b, a]))
 

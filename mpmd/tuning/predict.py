@@ -134,7 +134,7 @@ class Predictor:
 
     def _transfer(self, source: int, target: int, value: Value) -> float:
         groups = self.mesh.groups
-        nbytes = self.draft.sizes.nbytes(value, target)[0] * self.shares.sent(value, target)
+        nbytes = self.draft.sizes.nbytes(value.name, target)[0] * self.shares.sent(value, target)
         return self.machine.between_s(nbytes, groups[source], groups[target])
 
     def _need(self, group: int, recomputed: Set[int]) -> float:
