@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpmd.observe import rank_files
-from mpmd.observe.flight import Flight, Sample
+from mpmd.observe.flight import Sample
 from scheduler import Program
 from scheduler.programs.stored import of_data, to_data
 
@@ -28,20 +28,6 @@ def path_of(where: Path, rank: int, environment: Mapping[str, str]) -> Path:
     return rank_files.path_of(where, rank, rank_files.attempt_of(environment), _ENDING)
 
 
-def record_of(
-    flight: Flight, name: str, program: Program, instructions: Iterable[tuple[int, str]]
-) -> dict[str, object]:
-    """Returns a rank's record of one program as plain data, with the program itself under "plan". `instructions` are
-    the rank's in order: the group, and the instruction in words.
-    """
-    return {
-        "name": name,
-        "steps": flight.steps(),
-        "instructions": [list(i) for i in instructions],
-        "plan": program,
-    }
-
-
 def write(
     path: Path,
     rank: int,
@@ -54,6 +40,7 @@ def write(
 
     Args:
       why: the reason for the end of the job, in a line.
+      programs: the records of the rank's programs as plain data, except the program itself, under "plan".
       about: more to write, as plain data.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,6 @@ from mpmd.job.alone import alone
 from mpmd.job.notes import Note, Values
 from mpmd.observe import ledger
 from mpmd.observe.flight import Flight
-from mpmd.observe.flight_files import record_of
 from mpmd.observe.records import RecordedTimes
 from mpmd.run import nans
 from mpmd.run.accounts import Accounts, Measured
@@ -203,9 +202,11 @@ class Executor:
 
     def recorded(self) -> dict[str, Any]:
         """Returns the flight recorder's entry for this step's program."""
-        words = [(b.group, b.text) for b in self.bindings.instructions]
         return {
-            **record_of(self.flight, self._programs.name, self._program_of_call, words),
+            "name": self._programs.name,
+            "steps": self.flight.steps(),
+            "instructions": [[b.group, b.text] for b in self.bindings.instructions],
+            "plan": self._program_of_call,
             "ranks": list(map(list, self._programs.mesh.processes)),
         }
 
