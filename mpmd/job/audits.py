@@ -5,6 +5,7 @@ reads the others, and finds the odd one out. Arrays that stay in device memory a
 """
 
 import collections
+import functools
 import json
 import os
 import queue
@@ -53,40 +54,33 @@ class Audit(NamedTuple):
     epoch: int = 0  # the epoch of the job in which the instruction ran
 
 
-class Look(NamedTuple):
-    """A comparison of arrays of this process with their earlier bits. Nobody may change them in place."""
-
-    what: str  # the arrays, for people
-    changed: Callable[[], Sequence[str]]  # waits; returns the names of devices with a changed array, with their groups
-    job: Job | None  # None where all groups are this process's
-
-
 class Lying(Protocol):
-    """Arrays that stay in the memory of devices."""
+    """Arrays that stay in the memory of devices. Nobody may change them in place."""
 
-    def look(self, *, is_last: bool = False) -> Look | None:
-        """Starts a comparison of the arrays that still exist (`is_last`: the last one). Any thread may call it."""
+    def look(self, *, is_last: bool = False) -> Callable[[], None] | None:
+        """Starts to compare the arrays that still exist with their earlier bits (`is_last`: the last time). Any thread
+        may call it. Returns a function that waits for the bits, and calls `found_faulty` if they have changed.
+        """
 
 
 class _Comparisons:
-    """A background thread that compares audits."""
+    """A background thread that compares."""
 
     def __init__(self):
-        self._due: queue.SimpleQueue[Audit | Look] = queue.SimpleQueue()
+        self._due: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._num_left = 0
         self.errors: list[Exception] = []
         self._num_raised = 0
-        self._published: collections.deque[str] = collections.deque()
         self._thread: threading.Thread | None = None
 
-    def add(self, audit: Audit | Look) -> None:
+    def add(self, compare: Callable[[], None]) -> None:
         with self._changed:
             self._num_left += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mpmd-audits", daemon=True)
                 self._thread.start()
-        self._due.put(audit)
+        self._due.put(compare)
 
     def wait(self, but: int, known: int | None) -> None:
         with self._changed:
@@ -98,12 +92,9 @@ class _Comparisons:
 
     def _run(self) -> None:
         while True:
-            audit, error = self._due.get(), None
+            compare, error = self._due.get(), None
             try:
-                if isinstance(audit, Look):
-                    self._look(audit)
-                else:
-                    self._compare(audit)
+                compare()
             except (jax.errors.JaxRuntimeError, HangError):
                 pass  # the step has failed, or a rank was lost: whoever uses its results gets that error
             except Exception as e:
@@ -113,51 +104,16 @@ class _Comparisons:
                 self._num_left -= 1
                 self._changed.notify_all()
 
-    def _compare(self, audit: Audit) -> None:
-        job = audit.job
-        signs = {group: dict(found()) for group, found in audit.found.items()}
-        finding = odd_one_out(signs if job is None else self._heard(audit, job, signs))
-        rank = 0 if job is None else job.rank
-        if finding is None or not any(rank in audit.owners[group] for group in finding.groups):
-            return
-        _raise(_text(audit, finding), job, can_be_replaced=len(finding.groups) == 1)
-
-    def _look(self, look: Look) -> None:
-        if names := look.changed():
-            _raise(f"{' and '.join(names)}: {look.what} has changed in memory", look.job, can_be_replaced=True)
-
-    def _heard(self, audit: Audit, job: Job, own: Mapping[int, Sign]) -> dict[int, Sign]:
-        """Waits for the other processes, and returns the digests of all groups, in the order of the groups."""
-        folder = f"mpmd/audits/{audit.key}/"
-        job.store.key_value_set(f"{folder}{job.rank}", json.dumps(own), allow_overwrite=True)
-        self._published.append(f"{folder}{job.rank}")
-        while len(self._published) > _KEPT:
-            job.store.key_value_delete(self._published.popleft())
-        wanted, poll_s = {rank for owners in audit.owners.values() for rank in owners}, _POLL_S
-        while True:
-            said = {int(key.rsplit("/", 1)[1]): text for key, text in job.store.key_value_dir_get(folder)}
-            if wanted <= said.keys():
-                break
-            job.check()
-            if job.epoch != audit.epoch:  # a process that was lost meanwhile publishes no digest any more
-                raise RankLostError("mpmd: a rank was lost, and the processes have gone on since")
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, _MOST_POLL_S)
-        found: dict[int, dict[int, str]] = {group: {} for group in audit.owners}
-        for text in said.values():
-            for group, sign in json.loads(text).items():
-                found[int(group)] |= {int(device): digest for device, digest in sign.items()}
-        return dict(found)
-
 
 _comparisons = _Comparisons()
+_published: collections.deque[str] = collections.deque()  # keys of this process in the store
 _lying: weakref.WeakSet[Lying] = weakref.WeakSet()
 _adding = threading.Lock()
 
 
 def put_down(audit: Audit) -> None:
     """Adds an audit that this process takes part in. It is compared in the background."""
-    _comparisons.add(audit)
+    _comparisons.add(functools.partial(_compare, audit))
 
 
 def watch(arrays: Lying) -> None:
@@ -194,6 +150,40 @@ def settle(but: int = 0, known: int | None = None) -> None:
     _comparisons.wait(but, known)
 
 
+def _compare(audit: Audit) -> None:
+    job = audit.job
+    signs = {group: dict(found()) for group, found in audit.found.items()}
+    finding = odd_one_out(signs if job is None else _heard(audit, job, signs))
+    rank = 0 if job is None else job.rank
+    if finding is None or not any(rank in audit.owners[group] for group in finding.groups):
+        return
+    found_faulty(_text(audit, finding), job, can_be_replaced=len(finding.groups) == 1)
+
+
+def _heard(audit: Audit, job: Job, own: Mapping[int, Sign]) -> dict[int, Sign]:
+    """Waits for the other processes, and returns the digests of all groups, in the order of the groups."""
+    folder = f"mpmd/audits/{audit.key}/"
+    job.store.key_value_set(f"{folder}{job.rank}", json.dumps(own), allow_overwrite=True)
+    _published.append(f"{folder}{job.rank}")
+    while len(_published) > _KEPT:
+        job.store.key_value_delete(_published.popleft())
+    wanted, poll_s = {rank for owners in audit.owners.values() for rank in owners}, _POLL_S
+    while True:
+        said = {int(key.rsplit("/", 1)[1]): text for key, text in job.store.key_value_dir_get(folder)}
+        if wanted <= said.keys():
+            break
+        job.check()
+        if job.epoch != audit.epoch:  # a process that was lost meanwhile publishes no digest any more
+            raise RankLostError("mpmd: a rank was lost, and the processes have gone on since")
+        time.sleep(poll_s)
+        poll_s = min(2 * poll_s, _MOST_POLL_S)
+    found: dict[int, dict[int, str]] = {group: {} for group in audit.owners}
+    for text in said.values():
+        for group, sign in json.loads(text).items():
+            found[int(group)] |= {int(device): digest for device, digest in sign.items()}
+    return dict(found)
+
+
 def odd_one_out(signs: Mapping[int, Sign]) -> Finding | None:
     """Returns the group that differs, if any does. The first group of `signs`, each group's digests, is the step's own.
 
@@ -220,7 +210,7 @@ def odd_one_out(signs: Mapping[int, Sign]) -> Finding | None:
     return Finding(groups, tuple(sorted(devices)) or tuple(own))
 
 
-def _raise(text: str, job: Job | None, can_be_replaced: bool) -> NoReturn:
+def found_faulty(text: str, job: Job | None, can_be_replaced: bool) -> NoReturn:
     """Ends this process, which has a faulty device, if a spare can take its place. Raises otherwise."""
     if job is not None and can_be_replaced and job.may_be_replaced:
         print(f"jax-mpmd: rank {job.rank}: {text}; it is killed, to be replaced", file=sys.stderr, flush=True)

@@ -3,7 +3,7 @@
 import functools
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -34,8 +34,8 @@ class ResultsAtRest:
         self._arrays = [(group, weakref.ref(x)) for group, x in arrays]  # the user may delete them
         self._first = self._digests(dict(enumerate(arrays)))
 
-    def look(self, *, is_last: bool = False) -> audits.Look | None:
-        """Starts new digests of the results that still exist.
+    def look(self, *, is_last: bool = False) -> Callable[[], None] | None:
+        """Starts new digests of the results that still exist; returns a function that compares them.
 
         Args:
           is_last: later looks find no results, since a step may take over their memory.
@@ -52,7 +52,7 @@ class ResultsAtRest:
                 now = self._digests(there)
             except (RuntimeError, ValueError):  # deleted, or its program has failed: reading it raises the error
                 return None
-        return audits.Look(self._what, functools.partial(self._changed, now), self._job) if now else None
+        return functools.partial(self._compare, now) if now else None
 
     def _digests(
         self, arrays: Mapping[int, tuple[int, jax.Array]]
@@ -64,7 +64,7 @@ class ResultsAtRest:
                 found.setdefault((group, device), {})[k] = block
         return {place: ([*blocks], digests(*blocks.values())) for place, blocks in found.items()}
 
-    def _changed(self, now: Mapping[tuple[int, Device], tuple[list[int], jax.Array]]) -> list[str]:
+    def _compare(self, now: Mapping[tuple[int, Device], tuple[list[int], jax.Array]]) -> None:
         changed: dict[int, list[str]] = {}
         for place, (numbers, found) in now.items():
             all_numbers, first = self._first[place]
@@ -74,4 +74,6 @@ class ResultsAtRest:
                 changed.setdefault(group, []).append(f"rank {device.process_index}: {device}")
         if changed:
             self._arrays = []  # the change is reported once
-        return [f"group {group} ({', '.join(names)})" for group, names in changed.items()]
+            places = (f"group {group} ({', '.join(names)})" for group, names in changed.items())
+            text = f"{' and '.join(places)}: {self._what} has changed in memory"
+            audits.found_faulty(text, self._job, can_be_replaced=True)
