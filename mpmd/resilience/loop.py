@@ -18,7 +18,6 @@ from mpmd.observe import ledger
 from mpmd.pytrees import PyTree, TreeDef
 from mpmd.resilience import keepers, layout
 from mpmd.resilience.copies import say
-from mpmd.resilience.keepers import Address
 from mpmd.resilience.meeting import NUMBERS, Meeting
 from mpmd.resilience.notice import Notice
 from mpmd.resilience.ranks import JobRanks, OnlyRank, Ranks
@@ -83,47 +82,7 @@ def resilient(
     num_steps, copies, every, start = _checked(body, names, state, num_steps, copies, every, start)
     with _one_at_a_time():
         call, _calls = _calls, _calls + 1
-        return _loop(call, (num_steps, copies, every, start), body, state, names)
-
-
-def _loop(
-    call: int, numbers: tuple[int, ...], body: Callable[[int, PyTree], PyTree], state: PyTree, names: Sequence[str]
-) -> PyTree:
-    own = keepers.own(os.environ, "127.0.0.1")
-    job = joining.current()
-    if job is None and own is None:
-        num_steps, _, _, start = numbers
-        with _accounted(f"begins with step {start}") as begin_step:
-            given = _Given(names, state)
-            for i in range(start, num_steps):
-                begin_step(i)
-                state = given.next(body(i, state), i)
-            audits.settle()
-            return state
-    notice = Notice(os.environ)
-    if job is None:
-        return _attempt(OnlyRank(), own, call, numbers, body, state, names, notice)
-    is_new, losses = job.is_apart, _Losses()
-    is_used_up = is_new
-    if call:
-        job.bind()  # a replacement would come to the first loop
-    with job.going_on():
-        while True:
-            try:
-                ranks = JobRanks(job)
-                return _attempt(ranks, own, call, numbers, body, state, names, notice, is_used_up, is_new, losses)
-            except Exception as error:
-                if not job.has_lost(error):
-                    raise
-                if not isinstance(error, HangError | jax.errors.JaxRuntimeError | OSError):
-                    raised = exits.error_text(error)
-                    say(f"rank {job.rank}: as a rank was lost, the step raised {raised}; it comes again")
-            _say_lost(job)
-            losses.note([taken.rank for taken in job.lost])
-            if joining.give_up() and _speaks(job):
-                say("a save that was not finished is given up")
-            job.go_on()
-            is_used_up = True
+        return _Loop(call, (num_steps, copies, every, start), body, state, names).run()
 
 
 @contextlib.contextmanager
@@ -140,6 +99,104 @@ def _one_at_a_time() -> Iterator[None]:
         yield
     finally:
         _is_running = False
+
+
+class _Loop:
+    """A call of `resilient`.
+
+    Attributes:
+      call: its number in the program.
+      numbers: the arguments that are the same in all processes.
+      is_used_up: the loop has begun with the given state, or this process was a spare and cannot read the state.
+      is_new: this process was a spare. It may have found a later checkpoint, and pass another `start`.
+    """
+
+    def __init__(
+        self,
+        call: int,
+        numbers: tuple[int, ...],
+        body: Callable[[int, PyTree], PyTree],
+        state: PyTree,
+        names: Sequence[str],
+    ):
+        self.call, self.numbers = call, numbers
+        self.given = _Given(names, state)
+        self.is_used_up = self.is_new = False
+        self._body, self._state, self._names = body, state, names
+        self._notice, self._losses = Notice(os.environ), _Losses()
+
+    def run(self) -> PyTree:
+        """Returns the state after the last step."""
+        job = joining.current()
+        if job is None:
+            if keepers.own(os.environ, OnlyRank.address) is None:
+                return self._steps(self.numbers, self._state, None, None)
+            return self._attempt(OnlyRank())
+        self.is_used_up = self.is_new = job.is_apart
+        if self.call:
+            job.bind()  # a replacement would come to the first loop
+        with job.going_on():
+            while True:
+                try:
+                    return self._attempt(JobRanks(job))
+                except Exception as error:
+                    if not job.has_lost(error):
+                        raise
+                    if not isinstance(error, HangError | jax.errors.JaxRuntimeError | OSError):
+                        raised = exits.error_text(error)
+                        say(f"rank {job.rank}: as a rank was lost, the step raised {raised}; it comes again")
+                _say_lost(job)
+                self._losses.note([taken.rank for taken in job.lost])
+                if joining.give_up() and _speaks(job):
+                    say("a save that was not finished is given up")
+                job.go_on()
+                self.is_used_up = True
+
+    def _attempt(self, ranks: Ranks) -> PyTree:
+        """Runs the loop from the newest whole state on, until its end or the loss of a rank."""
+        own = keepers.own(os.environ, ranks.address)
+        meeting = Meeting(ranks, own, self.call, self.numbers, self.is_used_up, self.is_new, self.given.alike)
+        if self.is_used_up:
+            joining.begin_again()
+        num_steps, copies, _, start = meeting.numbers
+        with ledger.during(ledger.OTHER):
+            version = meeting.newest_readable(self._names, self._state, start, num_steps)
+        if version is None:
+            # `body` may change the tree, and the given one is needed later.
+            state, last = jax.tree.map(lambda leaf: leaf, self._state), None
+        else:
+            state, last = version
+            self._losses.goes_on_after(last)
+        return self._steps(meeting.numbers, state, last, meeting.copies(copies, last))
+
+    def _steps(self, numbers: tuple[int, ...], state: PyTree, last: int | None, keeping: Copies | None) -> PyTree:
+        """Runs the steps after the step `last`, if the state is its result."""
+        num_steps, _, every, first = numbers
+        begins = f"begins with step {first}"
+        if last is not None:
+            first, begins = last + 1, f"goes on after step {last}, from memory"
+        with contextlib.ExitStack() as around:
+            begin_step = around.enter_context(_accounted(begins))
+            if keeping is not None:
+                around.enter_context(self._notice.heeded())
+                around.enter_context(contextlib.closing(keeping))
+            for i in range(first, num_steps):
+                begin_step(i)
+                state = self.given.next(self._body(i, state), i)
+                if keeping is None or ((i + 1) % every and i + 1 < num_steps):
+                    continue
+                with ledger.during(ledger.CHECKPOINT):
+                    keeping.keep(i, state, self.given.signature)
+                if self._notice.came:
+                    break
+            if keeping is not None:
+                keeping.finish()
+                if self._notice.came:
+                    rank, kept_step = jax.process_index(), keeping.whole
+                    say(f"rank {rank} was told to end (SIGTERM); the state after step {kept_step} is kept")
+                    sys.exit(exits.TOLD_TO_END)
+            audits.settle()
+        return state
 
 
 class _Losses:
@@ -161,61 +218,6 @@ class _Losses:
         if count > _MOST_LOSSES:
             after = f" after step {self._newest}" if self._newest >= 0 else ""
             raise HangError(f"mpmd.resilient: rank {rank} was lost {count} times{after}; the job starts over.")
-
-
-def _attempt(
-    ranks: Ranks,
-    own: Address | None,
-    call: int,
-    numbers: tuple[int, ...],
-    body: Callable[[int, PyTree], PyTree],
-    state: PyTree,
-    names: Sequence[str],
-    notice: Notice,
-    is_used_up: bool = False,
-    is_new: bool = False,
-    losses: _Losses | None = None,
-) -> PyTree:
-    """Runs the loop from the newest whole state on, until its end or the loss of a rank."""
-    given = _Given(names, state)
-    if own is not None:
-        own = own._replace(host=ranks.address)
-    meeting = Meeting(ranks, own, call, numbers, is_used_up, is_new, given.alike)
-    if is_used_up:
-        joining.begin_again()
-    num_steps, copies, every, start = meeting.numbers
-    first, last, begins = start, None, f"begins with step {start}"
-    with ledger.during(ledger.OTHER):
-        version = meeting.newest_readable(names, state, start, num_steps)
-    if version is None:
-        state = jax.tree.map(lambda leaf: leaf, state)  # `body` may change the tree, and the given one is needed later
-    else:
-        state, last = version
-        first, begins = last + 1, f"goes on after step {last}, from memory"
-        if losses is not None:
-            losses.goes_on_after(last)
-    keeping = meeting.copies(copies, last)
-    with contextlib.ExitStack() as around:
-        begin_step = around.enter_context(_accounted(begins))
-        if keeping is not None:
-            around.enter_context(notice.heeded())
-            around.enter_context(contextlib.closing(keeping))
-        for i in range(first, num_steps):
-            begin_step(i)
-            state = given.next(body(i, state), i)
-            if keeping is None or ((i + 1) % every and i + 1 < num_steps):
-                continue
-            with ledger.during(ledger.CHECKPOINT):
-                keeping.keep(i, state, given.signature)
-            if notice.came:
-                break
-        if keeping is not None:
-            keeping.finish()
-            if notice.came:
-                say(f"rank {ranks.rank} was told to end (SIGTERM); the state after step {keeping.whole} is kept")
-                sys.exit(exits.TOLD_TO_END)
-        audits.settle()
-    return state
 
 
 @contextlib.contextmanager
@@ -284,7 +286,7 @@ class _Given:
         leaves, self._structure = jax.tree.flatten(state)
         self._leaves = [layout.describe(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
         kinds = [f"{leaf.text} of all" if leaf.kind == layout.SHARED else "its own" for leaf in self._leaves]
-        self.alike = [f"{name} ({kind})" for name, kind in zip(names, kinds, strict=True)]
+        self.alike = [f"{name} ({kind})" for name, kind in zip(names, kinds, strict=True)]  # in all processes
         self.signature: tuple | None = None  # of the newest state
 
     def next(self, result: PyTree, step: int) -> PyTree:
