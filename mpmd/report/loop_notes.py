@@ -13,6 +13,7 @@ from mpmd.partition.loop import TaskBody
 from mpmd.partition.outline import Loop
 from mpmd.report.flops import flops_of
 from mpmd.report.roles import Roles
+from mpmd.report.task_costs import by_stage
 from scheduler import Costs, order_microbatches, simulate
 from scheduler.base.texts import counted, in_bytes, in_flops
 from scheduler.task import reads_of
@@ -45,7 +46,7 @@ def _balance(program: LoopProgram, bubble: float) -> Iterator[str]:
     """Yields notes on unequal stages, the savings of equal ones, and the share of time in which groups idle."""
     loop = program.loop
     info, num_stages = loop.partition.info, len(loop.schedule.placement)
-    operations = _operations(program)
+    operations = by_stage({place: flops_of(e) for place, e in program.executables.items()}, num_stages)
     work = [sum(parts) for parts in zip(*operations.values(), strict=True)]
     if num_stages > 1 and sum(work):
         mean = sum(work) / num_stages
@@ -107,16 +108,6 @@ def _saved(loop: Loop, operations: Mapping[str, Any]) -> float:
         return 1 - sum(busy) / len(busy) / max(busy)
     now, best = (loop.simulated(Costs(**costs)).makespan for costs in (operations, equal))
     return max(0.0, 1 - best / now)
-
-
-def _operations(program: LoopProgram) -> dict[str, tuple[float, ...]]:
-    """Returns the operations of each stage's tasks, in the form of arguments for `Costs`."""
-    found: dict[str, list[float]] = {kind: [0.0] * len(program.loop.schedule.placement) for kind in "FBIWR"}
-    for place, task in program.tasks.items():
-        found[place.kind][place.stage] = flops_of(task.executable) if task.executable is not None else 0.0
-    backward = tuple(b + i for b, i in zip(found["B"], found["I"], strict=True))
-    rest = {"weight_grad": tuple(found["W"]), "recompute": tuple(found["R"])}
-    return {"forward": tuple(found["F"]), "input_grad": backward, **rest}
 
 
 # --- transfers ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from mpmd.arrays.mesh import MpmdMesh
 from mpmd.compile.program import loop_graph
@@ -53,25 +54,25 @@ def costs_of(
     loop: Loop, works: Mapping[Place, Sequence[Work]], mesh: MpmdMesh, machine: Machine, sizes: Sizes
 ) -> Costs:
     """Returns the seconds of tasks and transfers, and the bytes per device that a stage keeps for a backward."""
-    seconds = task_seconds(loop, works, mesh, machine)
-    stages, placement = range(loop.schedule.num_stages), loop.schedule.placement
-
-    def of(kind: str) -> list[float]:
-        return [seconds.get(Place(s, kind), 0.0) for s in stages]
-
-    whole = [0.0 if Place(s, "I") in seconds else b for s, b in zip(stages, of("B"), strict=True)]
-    kept = [0.0] * len(stages)
+    placement = loop.schedule.placement
+    kept = [0.0] * len(placement)
     for edge in loop_graph(loop).edges:
         for stage in {s for s, reader in edge.consumers if edge.producer[1] == "F" and reader != "F"}:
             kept[stage] += sizes.nbytes(edge.name, placement[stage])[0]
     return Costs(
-        forward=tuple(of("F")),
-        input_grad=tuple(i + b for i, b in zip(of("I"), whole, strict=True)),
-        weight_grad=tuple(of("W")),
-        recompute=tuple(of("R")),
+        **by_stage(task_seconds(loop, works, mesh, machine), len(placement)),
         transfer_s=boundary_seconds(loop, mesh, machine, sizes),
         activation_bytes=tuple(kept),
     )
+
+
+def by_stage(amounts: Mapping[Place, float], num_stages: int) -> dict[str, Any]:
+    """Returns the amounts of all tasks as arguments for `Costs`. A backward counts once, also if the schedule runs it
+    whole for some microbatches, and in halves for others.
+    """
+    of = {kind: tuple(amounts.get(Place(s, kind), 0.0) for s in range(num_stages)) for kind in "FBIWR"}
+    backward = tuple(i if i or w else b for b, i, w in zip(of["B"], of["I"], of["W"], strict=True))
+    return {"forward": of["F"], "input_grad": backward, "weight_grad": of["W"], "recompute": of["R"]}
 
 
 def boundary_seconds(loop: Loop, mesh: MpmdMesh, machine: Machine, sizes: Sizes) -> tuple[float, ...]:

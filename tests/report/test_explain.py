@@ -1,6 +1,7 @@
 """`explain()` is the page to read before a big run: what it says of a loop, whole."""
 
 import dataclasses
+import re
 import warnings
 
 import jax
@@ -63,7 +64,7 @@ def test_what_crosses_in_a_loop_is_told_with_the_lines_that_make_and_read_it(tex
     layer, skip = lines[start + 1 : start + 3]
     assert layer.startswith("    f32[4,16] (256 B) from stage 0 to 1, 1 to 2: mul makes it at ") and "(loss)" in layer
     assert skip.startswith("    f32[4,16] (256 B) from stage 0 to 2: gather makes it at ") and "add reads it at" in skip
-    assert "test_explain.py:30" in skip
+    assert "test_explain.py:31" in skip
 
 
 def test_work_that_is_done_twice_and_sums_over_groups_are_named(text):
@@ -87,6 +88,25 @@ def test_a_line_of_an_installed_library_is_told_with_the_line_that_calls_it():
     text = mpmd.jit(model, mpmd_mesh=mesh).lower(placed, x).compile().explain()
     assert "dot_general reads it, at /env/site-packages/library/layers.py:2" in text
     assert "(apply), called from " + __file__ in text
+
+
+def test_a_backward_that_is_whole_for_some_microbatches_and_in_halves_for_others_counts_once():
+    mesh = mpmd.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+
+    def model(ws, x):
+        for w in ws[:-1]:
+            x = mpmd.mark_stage_end(jnp.tanh(x @ w))
+        return jnp.sum(jnp.square(x @ ws[-1]))
+
+    def flops(schedule):
+        step = mpmd.jit(
+            lambda ws, xs: mpmd.treduce(lambda x: jax.grad(model)(ws, x), xs, schedule=schedule), mpmd_mesh=mesh
+        )
+        lowered = step.lower([np.ones((64, 64), np.float32)] * 4, np.ones((4, 8, 64), np.float32))
+        (found,) = re.findall(r"balance, by operations \(([\d.]+) MFLOP a stage", lowered.compile().explain())
+        return float(found), lowered.costs().duration("B", 0)  # the first stage has no first half
+
+    assert flops(scheduler.DualPipeV(2)) == pytest.approx(flops(scheduler.InterleavedOneFOneB(4, 2)), rel=0.05)
 
 
 @jax.custom_vjp
