@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import jax
 
-from mpmd.errors import CorruptionError, HangError, RankLostError
+from mpmd.errors import CorruptionError, HangError
 from mpmd.job.job import Job
 from mpmd.job.spares import UNFIT
 
@@ -172,9 +172,7 @@ def _heard(audit: Audit, job: Job, own: Mapping[int, Sign]) -> dict[int, Sign]:
         said = {int(key.rsplit("/", 1)[1]): text for key, text in job.store.key_value_dir_get(folder)}
         if wanted <= said.keys():
             break
-        job.check()
-        if job.epoch != audit.epoch:  # a process that was lost meanwhile publishes no digest any more
-            raise RankLostError("mpmd: a rank was lost, and the processes have gone on since")
+        job.check(audit.epoch)  # a process that was lost meanwhile publishes no digest any more
         time.sleep(poll_s)
         poll_s = min(2 * poll_s, _MOST_POLL_S)
     found: dict[int, dict[int, str]] = {group: {} for group in audit.owners}

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from mpmd import _jax_compat as compat
-from mpmd.errors import RankLostError, ScheduleError
+from mpmd.errors import ScheduleError
 from mpmd.job.activity import Activity
 from mpmd.job.boards import PUBLISH_S
 from mpmd.job.disagreement import Disagreement, disagreement
@@ -139,12 +139,12 @@ class Calls:
 
     Args:
       end: ends all processes with a verdict, which is a rank and its act.
-      check_ranks: raises if a rank was lost, so that nobody waits for its calls.
+      check_ranks: raises if a rank was lost (since an epoch), so that nobody waits for its calls.
     """
 
     def __init__(
         self, rank: int, num_ranks: int, store: compat.KeyValueStore, activity: Activity,
-        end: Callable[[int, str], None], check_ranks: Callable[[], None],
+        end: Callable[[int, str], None], check_ranks: Callable[[int], None],
     ):  # fmt: skip
         self._rank, self._store, self._activity, self._end = rank, store, activity, end
         self._check_ranks = check_ranks
@@ -214,9 +214,7 @@ class Calls:
             with self._waiting():
                 while any(stream.num_compared < count for stream, count in made) and self._found is None:
                     self._turned.wait(PUBLISH_S)
-                    self._check_ranks()
-                    if self._epoch != epoch:
-                        raise RankLostError("mpmd: a rank was lost, and the processes have gone on since")
+                    self._check_ranks(epoch)
             if self._found is not None:
                 raise ScheduleError(self._found.text)
 
@@ -265,7 +263,7 @@ class Calls:
         with self._activity.during("agreeing", "comparing calls", others), self._waiting():
             while any(len(s.notes) > most for s in behind) and self._found is None:
                 self._turned.wait(PUBLISH_S)
-                self._check_ranks()
+                self._check_ranks(self._epoch)
         self.check()
 
     @contextlib.contextmanager

@@ -182,10 +182,12 @@ class Job:
         """The ranks that were lost since this process last continued after a loss, and the spares in their places."""
         return self._taken[max(0, self.epoch) :]
 
-    def check(self) -> None:
-        """Raises a RankLostError if a rank was lost."""
+    def check(self, epoch: int | None = None) -> None:
+        """Raises a RankLostError if a rank was lost; with the epoch in which some work began, if one was since then."""
         if self.epoch >= 0 and len(self._taken) > self.epoch:
             raise RankLostError(f"mpmd: rank {self._taken[-1].rank} was lost, and a spare takes its place")
+        if epoch not in (None, self.epoch):
+            raise RankLostError("mpmd: a rank was lost, and the processes have gone on since")
 
     def has_lost(self, error: BaseException) -> bool:
         """Returns whether the loss of a rank that is replaced may have caused an error. Waits until that is known."""

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from mpmd.errors import RankLostError
 from mpmd.job.job import Job
 from mpmd.job.verdict import Board
 
@@ -41,9 +40,7 @@ class JobRanks:
 
     def check(self) -> None:
         """Raises if a rank was lost and is replaced."""
-        self._job.check()
-        if self._job.epoch != self._epoch:
-            raise RankLostError("mpmd: a rank was lost, and the processes have gone on since")
+        self._job.check(self._epoch)
 
     def end_by(self, end: Callable[[Board, int], None], wait_until_kept: Callable[[], bool]) -> None:
         """Registers how to end a rank's process by a signal, for a spare to replace it, and how to wait before that."""

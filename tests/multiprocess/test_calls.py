@@ -332,7 +332,7 @@ class BrokenStore(Store):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_fault_of_the_thread_that_compares_ends_all_waiting_at_once(rank):
     ended = []
-    calls = Calls(rank, 2, BrokenStore(), Activity(rank), lambda *verdict: ended.append(verdict), lambda: None)
+    calls = Calls(rank, 2, BrokenStore(), Activity(rank), lambda *verdict: ended.append(verdict), lambda epoch: None)
     calls.note((0, 1), Note("called train"))
     start = time.monotonic()
     for wait in (calls.settle, lambda: calls.note((0, 1), Note("called train"))):
@@ -343,7 +343,7 @@ def test_a_fault_of_the_thread_that_compares_ends_all_waiting_at_once(rank):
 
 
 def test_nobody_waits_for_what_a_lost_rank_has_called():
-    def check_ranks():
+    def check_ranks(epoch):
         raise RankLostError("rank 1 was lost")
 
     calls = Calls(0, 2, Store(), Activity(0), lambda *verdict: None, check_ranks)
