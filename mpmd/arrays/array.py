@@ -21,8 +21,8 @@ from mpmd._jax_compat import explain_mismatches, register_array_type, typed_as
 from mpmd.arrays import reading
 from mpmd.arrays.delegation import ReadableArray
 from mpmd.arrays.group_arrays import Arrays, arrays_by_key, check_arrays, whole_shape
+from mpmd.arrays.mesh import Device
 from mpmd.arrays.sharding import MpmdSharding
-from mpmd.arrays.shards import Device
 
 
 @dataclasses.dataclass(frozen=True)

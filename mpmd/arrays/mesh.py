@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays.shards import Device, stacked
+from mpmd._jax_compat import Device
 from mpmd.arrays.specs import quoted
 from mpmd.arrays.targets import Target
 from scheduler.base.texts import counted
@@ -273,7 +273,7 @@ class MpmdMesh:
         elif len({device for mesh in meshes for device in mesh.devices.flat}) < sum(mesh.size for mesh in meshes):
             fault = "share some of their devices"
         else:
-            return stacked(meshes)
+            return _stacked(meshes)
         raise NoOneSharding(
             f"{groups_text(ids)} of {self!r} {fault}, so that no one sharding covers them.\n"
             "  Use mpmd_sharding.group_sharding(group), for each group."
@@ -284,6 +284,16 @@ def _part(mesh: Mesh, axis_name: str, ids: Sequence[int]) -> Mesh:
     """Returns the mesh of the devices with these indices on an axis."""
     devices = np.take(mesh.devices, ids, axis=mesh.axis_names.index(axis_name))
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _stacked(meshes: Sequence[Mesh]) -> Mesh:
+    """Returns one mesh over meshes of one shape, with a new axis in front that none of their specs names."""
+    first = meshes[0]
+    name = "mpmd"
+    while name in first.axis_names:
+        name += "_"
+    axis_types = (first.axis_types[0] if first.axis_types else AxisType.Auto, *first.axis_types)
+    return Mesh(np.stack([mesh.devices for mesh in meshes]), (name, *first.axis_names), axis_types=axis_types)
 
 
 _in_use: weakref.WeakValueDictionary[int, MpmdMesh] = weakref.WeakValueDictionary()

@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from mpmd._jax_compat import Tracer
 from mpmd.arrays.delegation import is_plain
-from mpmd.arrays.mesh import MpmdMesh, groups_text, meshes_in_use
-from mpmd.arrays.shards import Device
+from mpmd.arrays.mesh import Device, MpmdMesh, groups_text, meshes_in_use
 from scheduler.base.texts import counted
 
 Array = Any  # an MpmdArray, which is defined on top of this module

@@ -4,6 +4,7 @@ An `MpmdSharding` says which groups hold an array, whether each of them has all 
 It is a value: it owns no memory, compares by content and can be a dictionary key.
 """
 
+import collections
 import dataclasses
 import functools
 import warnings
@@ -15,8 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays.mesh import MpmdMesh, NoOneSharding, groups_text, is_local
-from mpmd.arrays.shards import Device, PlacedShard, placed_shards
+from mpmd.arrays.mesh import Device, MpmdMesh, NoOneSharding, groups_text, is_local
 from mpmd.arrays.specs import SpecLike, as_spec, group_shardings, with_axis, without_axis
 from mpmd.arrays.splits import Range, Split, SplitLike, as_split, named_axis
 from mpmd.users_frame import users_frame
@@ -39,6 +39,16 @@ class GroupPart(NamedTuple):
     def rows_text(self) -> str:
         """`rows 0:3 in group 2: ` for a split array, for messages; else empty."""
         return f"rows {self.key[0]}:{self.key[1]} in group {self.group}: " if isinstance(self.key, tuple) else ""
+
+
+class PlacedShard(NamedTuple):
+    """The part of an array on one device in one group. `key` is the key of the group's `GroupPart`."""
+
+    device: Device
+    index: tuple[slice, ...]  # pyright: ignore[reportIncompatibleMethodOverride]
+    replica_id: int
+    group: int
+    key: Key
 
 
 class MpmdSharding(jax.sharding.Sharding):
@@ -361,13 +371,21 @@ def _parts(sharding: MpmdSharding, shape: tuple[int, ...]) -> tuple[GroupPart, .
 
 @functools.lru_cache(maxsize=4096)
 def _shards(sharding: MpmdSharding, shape: tuple[int, ...]) -> tuple[PlacedShard, ...]:
-    found = [
-        (device, _moved(index, part, shape), part.group, part.key)
+    placed = [
+        (device, _moved(index, part, shape), part)
         for part in sharding.parts(shape)
         for device, index in sharding.group_sharding(part.group).devices_indices_map(part.shape).items()
     ]
-    whole = sharding.mpmd_mesh.jax_mesh
-    return placed_shards(found, None if whole is None else list(whole.devices.flat))
+    if (whole := sharding.mpmd_mesh.jax_mesh) is not None:  # number them as one `jax.Array` over all devices does
+        position = {device: i for i, device in enumerate(whole.devices.flat)}
+        placed.sort(key=lambda one: position[one[0]])
+    seen: collections.Counter[object] = collections.Counter()
+    shards: list[PlacedShard] = []
+    for device, index, part in placed:
+        box = tuple([(s.start, s.stop) for s in index])
+        shards.append(PlacedShard(device, index, seen[box], part.group, part.key))
+        seen[box] += 1
+    return tuple(shards)
 
 
 def _moved(index: tuple[slice, ...], part: GroupPart, shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -9,8 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from mpmd import _jax_compat as compat
-from mpmd.arrays.mesh import MpmdMesh
-from mpmd.arrays.shards import Device
+from mpmd.arrays.mesh import Device, MpmdMesh
 from mpmd.arrays.targets import Target
 
 

@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from mpmd.arrays.array import MpmdArray as Array
-from mpmd.arrays.mesh import MpmdMesh
+from mpmd.arrays.mesh import Device, MpmdMesh
 from mpmd.arrays.sharding import MpmdSharding as Sharding
-from mpmd.arrays.shards import Device
 from mpmd.arrays.specs import SpecLike, as_spec, without_axis
 from mpmd.ops import cross_group
 from mpmd.pytrees import PyTree

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jax.sharding import NamedSharding
 
 from mpmd.arrays.boxes import Box, device_boxes
-from mpmd.arrays.shards import Device
+from mpmd.arrays.mesh import Device
 from mpmd.errors import ReshardError
 from reshard.conversion.layout_file import LayoutRule, TargetLayout
 from reshard.storage.arrays import IN_FLIGHT_NBYTES, plan_reads
