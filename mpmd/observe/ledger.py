@@ -146,10 +146,6 @@ class Ledger:
         self._queue.put((text, now))
         self._is_recovering |= is_recovering
 
-    def begin_step(self, step: int) -> None:
-        """Begins a step of the loop."""
-        self.step = step
-
     def leave_loop(self) -> None:
         """Notes that the loop is over."""
         self.event(LOOP + "is over")

@@ -231,7 +231,7 @@ def _accounted(begins: str) -> Iterator[Callable[[int], None]]:
         if job is not None:
             job.activity.loop_step = step
         if account is not None:
-            account.begin_step(step)
+            account.step = step
 
     yield begin_step
     if job is not None:

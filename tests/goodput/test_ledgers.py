@@ -100,7 +100,7 @@ def test_each_second_is_counted_once_and_the_parts_add_up_to_the_life_of_the_pro
     call(of, 0.05, {}, part=ledger.COMPILING)
     shares = {ledger.COMPUTE: 0.75, ledger.BUBBLE: 0.25}
     for step in range(3):
-        of.begin_step(step)
+        of.step = step
         call(of, 0.1 if step < 2 else 0.6, shares)
     with of.during(ledger.CHECKPOINT):  # the devices work, 0.6 s of it
         time.sleep(0.75)
@@ -197,7 +197,7 @@ def test_what_a_full_disk_does_not_take_is_in_the_next_line(begun, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))  # a part of a line has room
     try:
         for _ in range(3):
-            of.begin_step(0)
+            of.step = 0
             call(of, 0.05, {ledger.COMPUTE: 1.0})
             time.sleep(0.1)
             of.event("the disk is full")
