@@ -232,10 +232,7 @@ def _simulated_bars(timeline: Timeline, group: int) -> list[str]:
 def _stages(facts: Facts) -> Iterator[str]:
     roles = Roles(facts.programs.outline)
     for index, loop in enumerate(facts.programs.loops):
-        took: dict[tuple[int, str], list[float]] = defaultdict(list)
-        if facts.profile is not None:
-            for (stage, kind, _), seconds in task_seconds(facts.profile, facts.profile.loops[index]).items():
-                took[stage, kind].append(seconds)
+        took = {} if facts.profile is None else task_seconds(facts.profile, facts.profile.loops[index])
         rows = []
         for stage, group in enumerate(loop.loop.schedule.placement):
             tasks = {p.kind: t for p, t in loop.tasks.items() if p.stage == stage}
@@ -244,7 +241,9 @@ def _stages(facts: Facts) -> Iterator[str]:
             work = " · ".join(
                 f"{k} {in_flops(flops_of(t.executable))}" for k, t in tasks.items() if t.executable is not None
             )
-            times = " · ".join(f"{k} {in_seconds(statistics.median(took[stage, k]))}" for k in tasks if took[stage, k])
+            times = " · ".join(
+                f"{k} {in_seconds(statistics.median(took[stage, k].values()))}" for k in tasks if (stage, k) in took
+            )
             label = loop.loop.partition.labels[stage]
             named = f"{stage} {escape(label)}" if label else str(stage)
             rows.append((named, str(group), f"{len(own)}", in_bytes(nbytes), work, times or "–"))

@@ -321,10 +321,7 @@ def _rest(profile: Profile) -> str:
 def stragglers(profile: Profile, index: int = -1) -> Iterator[str]:
     """Yields ranks that are slower than others with the same work, and groups with fewer operations a second."""
     facts = profile.loops[index]
-    medians = task_seconds(profile, facts)
-    by_task: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
-    for (stage, kind, rank), seconds in medians.items():
-        by_task[stage, kind][rank] = seconds
+    by_task = task_seconds(profile, facts)
     for (stage, kind), ranks in sorted(by_task.items()):
         usual = statistics.median_low(ranks.values())
         slow = max(ranks, key=ranks.__getitem__)
@@ -336,17 +333,17 @@ def stragglers(profile: Profile, index: int = -1) -> Iterator[str]:
     yield from _slow_groups(profile, facts, by_task)
 
 
-def task_seconds(profile: Profile, facts: LoopFacts) -> dict[tuple[int, str, int], float]:
-    """Returns median seconds of tasks that ran alone, by stage, kind and rank; for a list, means over microbatches."""
+def task_seconds(profile: Profile, facts: LoopFacts) -> dict[tuple[int, str], dict[int, float]]:
+    """Returns median seconds of tasks that ran alone, by task, then by rank; for a list, means over microbatches."""
     own: dict[tuple[int, str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for r in (r for step in profile.steps for r in step.runs):
         if len(r.tasks) == 1 and r.loop == facts.number:
             task = r.tasks[0]
             own[task.stage, task.kind, r.rank][facts.shapes[task.microbatch]].append(r.end - r.start)
-    found = {}
-    for key, of_shapes in own.items():
+    found: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
+    for (stage, kind, rank), of_shapes in own.items():
         medians = {shape: statistics.median(values) for shape, values in of_shapes.items()}
-        found[key] = statistics.fmean(medians[shape] for shape in facts.shapes if shape in medians)
+        found[stage, kind][rank] = statistics.fmean(medians[shape] for shape in facts.shapes if shape in medians)
     return found
 
 
