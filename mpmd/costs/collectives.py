@@ -9,12 +9,18 @@ import numpy as np
 
 from mpmd.costs import hlo_text
 
-_KINDS = (
-    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
-    "collective-broadcast",
-)  # fmt: skip
+# For each kind, the bytes that each device sends by ring algorithms, from the bytes of the result on one of n devices.
+SENT = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: n - 1,
+    "all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1,
+    "collective-broadcast": lambda n: 1,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+}
 _NAME = re.compile(r"\s*(?:ROOT )?%(?P<name>[\w.-]+) = ")
-_INSTRUCTION = re.compile(rf"= (?P<type>.*?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
+_INSTRUCTION = re.compile(rf"= (?P<type>.*?) (?P<kind>{'|'.join(SENT)})(?P<start>-start)?\(")
 # It contains the order of the devices if this differs from the order of their numbers.
 _MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[(?P<sizes>[^\]]*)\]"

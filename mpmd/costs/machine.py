@@ -8,23 +8,13 @@ from typing import Annotated
 from jax.sharding import Mesh
 
 from mpmd.arrays.targets import Target
-from mpmd.costs.collectives import Collective
+from mpmd.costs.collectives import SENT, Collective
 from mpmd.costs.work import Work
 from scheduler.base.texts import in_bytes
 
 # The part of a device's memory that JAX's allocator takes by default, and the most that leaves room for NCCL and cuDNN.
 _TAKEN = {"cuda": 0.75, "tpu": 0.98}
 _MOST = 0.93
-# Bytes that each device sends, from the bytes of the result on a device, among n devices (ring algorithms).
-_SENT = {
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: n - 1,
-    "all-to-all": lambda n: (n - 1) / n,
-    "collective-permute": lambda n: 1,
-    "collective-broadcast": lambda n: 1,
-    "ragged-all-to-all": lambda n: (n - 1) / n,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +128,7 @@ class Machine:
         elif kind == "collective-permute":
             seconds = self.transfer_s(collective.nbytes, hosts == 1)
         else:
-            seconds = self.latency_s + collective.nbytes * _SENT[kind](n) / self.ring_bandwidth(n, hosts)
+            seconds = self.latency_s + collective.nbytes * SENT[kind](n) / self.ring_bandwidth(n, hosts)
         return collective.times * seconds
 
     def waiting_s(self, collectives: Iterable[Collective], compute_s: float) -> float:
