@@ -167,25 +167,26 @@ class MpmdMesh:
         return self.groups
 
     @functools.cached_property
-    def _group_of(self) -> dict[Device, int]:
-        lowest: dict[Device, int] = {}
+    def groups_by_device(self) -> dict[Device, tuple[int, ...]]:
+        """The groups that have each device, ascending."""
+        found: dict[Device, tuple[int, ...]] = {}
         for group, mesh in enumerate(self.groups):
             for device in mesh.devices.flat:
-                lowest.setdefault(device, group)
-        return lowest
+                found[device] = (*found.get(device, ()), group)
+        return found
 
     @compat.api_boundary
     def group_of(self, device: Device) -> int:
         """Returns the group that has this device, the lowest one if several share it."""
         try:
-            return self._group_of[device]
+            return self.groups_by_device[device][0]
         except KeyError:
             raise ValueError(f"{device} is in no group of {self!r}.") from None
 
     @functools.cached_property
     def groups_share_devices(self) -> bool:
         """Whether some device is in more than one group."""
-        return len(self._group_of) < sum(mesh.size for mesh in self.groups)
+        return any(len(groups) > 1 for groups in self.groups_by_device.values())
 
     @functools.cached_property
     def is_described(self) -> bool:

@@ -1,6 +1,5 @@
 """The speed and the memory of the devices of a mesh, to compare cuts before anything has run."""
 
-import collections
 import dataclasses
 import math
 
@@ -46,11 +45,10 @@ def memory_limit(mesh: MpmdMesh, machine: Machine) -> float | None:
     """Returns the bytes that a group may use on each of its devices, which it may share; None if they are not known."""
     if mesh.is_described:
         return None if is_unknown(machine) else float(machine.usable_nbytes)
-    groups = [mesh.groups[g].devices.flat for g in mesh.local_groups]
-    shared = collections.Counter(d for devices in groups for d in set(devices) if is_local(d))
-    if not shared:
+    local = {device: groups for device, groups in mesh.groups_by_device.items() if is_local(device)}
+    if not local:
         return None
-    limits = [stats["bytes_limit"] for d in [*shared][:1] if (stats := d.memory_stats()) and "bytes_limit" in stats]
+    limits = [stats["bytes_limit"] for d in [*local][:1] if (stats := d.memory_stats()) and "bytes_limit" in stats]
     if not limits and is_unknown(machine):
         return None
-    return float(limits[0] if limits else machine.usable_nbytes) / max(shared.values())
+    return float(limits[0] if limits else machine.usable_nbytes) / max(map(len, local.values()))

@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpmd.arrays.mesh import Device, MpmdMesh
 from mpmd.compile.step import StepPrograms
 from mpmd.costs.collectives import Collective
 from mpmd.costs.machine import Machine
@@ -187,7 +186,7 @@ def plan_step(
       ScheduleError: devices that do everything in order, including transfers and collectives, would deadlock.
     """
     told(("mpmd: checking that the step cannot deadlock", 0.0))
-    check(program, streams=_streams(programs.mesh))
+    check(program, streams=list(dict.fromkeys(programs.mesh.groups_by_device.values())))
     roles = Roles(programs.outline)
     shares = shares or Shares()
     found = StepCosts(programs, machine, costs, shares)
@@ -248,15 +247,6 @@ def _loop_plan(loop: Loop, step: SimulatedStep, shares: Shares) -> LoopPlan:
     seconds = step.seconds_of(loop.number)
     shapes = len(set(shares.lists[loop.number].microbatches)) if loop.number in shares.lists else 1
     return LoopPlan(loop.number, str(info.schedule), info.num_microbatches, shapes, info.cuts, even, seconds)
-
-
-def _streams(mesh: MpmdMesh) -> list[tuple[int, ...]]:
-    """Returns the groups of each device, without duplicates."""
-    groups: dict[Device, tuple[int, ...]] = {}
-    for g, group in enumerate(mesh.groups):
-        for device in group.devices.flat:
-            groups[device] = (*groups.get(device, ()), g)
-    return list(dict.fromkeys(groups.values()))
 
 
 def tokens_of(roles: Roles) -> int | None:

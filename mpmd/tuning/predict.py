@@ -5,9 +5,9 @@ import functools
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from mpmd.arrays.mesh import Device, MpmdMesh
+from mpmd.arrays.mesh import MpmdMesh
 from mpmd.costs.machine import Machine
-from mpmd.costs.simulation import SimulatedStep, simulate_program
+from mpmd.costs.simulation import simulate_program
 from mpmd.costs.work import works_of_program
 from mpmd.graphs import equations
 from mpmd.graphs.body import Place
@@ -118,19 +118,10 @@ class Predictor:
 
         step = simulate_program(self.draft.program, duration, self._transfer)
         memory = [round(self._need(group, recomputed)) for group in range(self.mesh.num_groups)]
-        seconds = max(step.seconds, *self._on_shared_devices(step))
+        shared = {groups for groups in self.mesh.groups_by_device.values() if len(groups) > 1}  # they take turns
+        seconds = max([step.seconds, *(sum(step.busy[group] for group in groups) for groups in shared)])
         idle = 1 - sum(step.busy) / (len(step.busy) * seconds) if seconds else 0.0
         return Prediction(seconds, idle, step.busy, tuple(memory), tuple(sorted(recomputed)))
-
-    def _on_shared_devices(self, step: SimulatedStep) -> list[float]:
-        """Returns the seconds of the work on each device: groups that share a device take turns."""
-        if not self.mesh.groups_share_devices:
-            return [0.0]
-        found: dict[Device, float] = {}
-        for group, mesh in enumerate(self.mesh.groups):
-            for device in mesh.devices.flat:
-                found[device] = found.get(device, 0.0) + step.busy[group]
-        return list(found.values())
 
     def _transfer(self, source: int, target: int, value: Value) -> float:
         groups = self.mesh.groups
