@@ -62,7 +62,7 @@ class GPipe(ChainSchedule):
 
     def orders(self, num_microbatches: int) -> Orders:
         check_count("GPipe", "num_microbatches", num_microbatches)
-        return _forwards_first(self, num_microbatches)
+        return in_turn(self, (num_microbatches,), [num_microbatches] * self.num_groups)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class OneFOneB(ChainSchedule):
 
     def orders(self, num_microbatches: int) -> Orders:
         check_count("OneFOneB", "num_microbatches", num_microbatches)
-        return _in_turn(self, (num_microbatches,), reversed(range(self.num_groups)))
+        return in_turn(self, (num_microbatches,), reversed(range(self.num_groups)))
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class EagerOneFOneB(ChainSchedule):
 
     def orders(self, num_microbatches: int) -> Orders:
         check_count("EagerOneFOneB", "num_microbatches", num_microbatches)
-        return _in_turn(self, (num_microbatches,), [2 * later for later in reversed(range(self.num_groups))])
+        return in_turn(self, (num_microbatches,), [2 * later for later in reversed(range(self.num_groups))])
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class InterleavedOneFOneB(LoopSchedule):
     def orders(self, num_microbatches: int) -> Orders:
         rounds = rounds_of("InterleavedOneFOneB", num_microbatches, self.num_groups)
         earlier = (self.num_chunks - 1) * self.num_groups
-        return _in_turn(self, rounds, [earlier + 2 * later for later in reversed(range(self.num_groups))])
+        return in_turn(self, rounds, [earlier + 2 * later for later in reversed(range(self.num_groups))])
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class InterleavedGPipe(LoopSchedule):
 
     def orders(self, num_microbatches: int) -> Orders:
         check_count("InterleavedGPipe", "num_microbatches", num_microbatches)
-        return _forwards_first(self, num_microbatches)
+        return in_turn(self, (num_microbatches,), [num_microbatches * self.num_chunks] * self.num_groups)
 
 
 def looped(schedule: Schedule, group: int, kind: Kind, rounds: Iterable[int]) -> list[Task]:
@@ -165,21 +165,27 @@ def looped(schedule: Schedule, group: int, kind: Kind, rounds: Iterable[int]) ->
     return tasks
 
 
-def _forwards_first(schedule: Schedule, num_microbatches: int) -> Orders:
-    """Returns orders with all forwards, then all backwards, a stage at a time."""
-    return tuple(
-        tuple(task for kind in ("F", "B") for task in looped(schedule, group, kind, (num_microbatches,)))
-        for group in range(schedule.num_groups)
-    )
+def in_turn(
+    schedule: Schedule, rounds: Sequence[int], warmups: Iterable[int], delays: Sequence[int] | None = None
+) -> Orders:
+    """Returns, for each group, a warmup of forwards, then forward and backward in turn, then the backwards left.
 
-
-def _in_turn(schedule: Schedule, rounds: Sequence[int], warmups: Iterable[int]) -> Orders:
-    """Returns, for each group, a warmup of forwards, then forward and backward in turn, then the backwards left."""
+    With `delays`, the backward is split: I number i is followed by W number i - delay. The W that are left come last.
+    """
     orders = []
     for group, warmup in enumerate(warmups):
-        forwards, backwards = looped(schedule, group, "F", rounds), looped(schedule, group, "B", rounds)
-        steady = list(zip(forwards[warmup:], backwards, strict=False))
-        orders.append((*forwards[:warmup], *(task for pair in steady for task in pair), *backwards[len(steady) :]))
+        forwards = looped(schedule, group, "F", rounds)
+        backwards = looped(schedule, group, "B" if delays is None else "I", rounds)
+        weights = [] if delays is None else [task._replace(kind="W") for task in backwards]
+        delay = 0 if delays is None else delays[group]
+        order = forwards[:warmup]
+        for index, backward in enumerate(backwards):
+            if warmup + index < len(forwards):
+                order.append(forwards[warmup + index])
+            order.append(backward)
+            if weights and index >= delay:
+                order.append(weights[index - delay])
+        orders.append((*order, *weights[max(0, len(backwards) - delay) :]))
     return tuple(orders)
 
 

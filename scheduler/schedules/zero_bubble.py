@@ -1,10 +1,9 @@
 """Schedules that split the backward and fill bubbles with weight gradients: zero bubble, and Kimi K2's."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler.schedules.one_f_one_b import ChainSchedule, LoopSchedule, looped, rounds_of
-from scheduler.task import Orders, Schedule, check_count
+from scheduler.schedules.one_f_one_b import ChainSchedule, LoopSchedule, in_turn, rounds_of
+from scheduler.task import Orders, check_count
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class ZeroBubbleH1(ChainSchedule):
     def orders(self, num_microbatches: int) -> Orders:
         check_count("ZeroBubbleH1", "num_microbatches", num_microbatches)
         groups = range(self.num_groups)
-        return _delayed_weights(self, (num_microbatches,), groups[::-1], groups)
+        return in_turn(self, (num_microbatches,), groups[::-1], groups)
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class ZeroBubbleH2(ChainSchedule):
         m, p = check_count("ZeroBubbleH2", "num_microbatches", num_microbatches), self.num_groups
         waiting = min(m, 2 * p - 1) - 1
         warmups = [min(2 * later, waiting) for later in reversed(range(p))]
-        return _delayed_weights(self, (m,), warmups, [waiting - warmup for warmup in warmups])
+        return in_turn(self, (m,), warmups, [waiting - warmup for warmup in warmups])
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class InterleavedZeroBubble(LoopSchedule):
     def orders(self, num_microbatches: int) -> Orders:
         rounds = rounds_of("InterleavedZeroBubble", num_microbatches, self.num_groups)
         groups, earlier = range(self.num_groups), (self.num_chunks - 1) * rounds[0]
-        return _delayed_weights(self, rounds, [earlier + self.num_groups - 1 - group for group in groups], groups)
+        return in_turn(self, rounds, [earlier + self.num_groups - 1 - group for group in groups], groups)
 
 
 @dataclass(frozen=True)
@@ -98,25 +97,4 @@ class KimiK2(LoopSchedule):
         rounds = rounds_of("KimiK2", num_microbatches, self.num_groups)
         most = self.num_stages + self.num_groups - 1
         warmups = [most - 2 * group for group in range(self.num_groups)]
-        return _delayed_weights(self, rounds, warmups, [0] * self.num_groups)
-
-
-def _delayed_weights(
-    schedule: Schedule, rounds: Sequence[int], warmups: Sequence[int], delays: Sequence[int]
-) -> Orders:
-    """Returns each group's warmup of forwards, then F and I in turn; I number i is followed by W number i - delay.
-
-    The weight gradients that are left come last.
-    """
-    orders = []
-    for group, (warmup, delay) in enumerate(zip(warmups, delays, strict=True)):
-        forwards, gradients = looped(schedule, group, "F", rounds), looped(schedule, group, "I", rounds)
-        weights = [task._replace(kind="W") for task in gradients]
-        order = forwards[:warmup]
-        for index, gradient in enumerate(gradients):
-            order += forwards[warmup + index : warmup + index + 1]
-            order.append(gradient)
-            if index >= delay:
-                order.append(weights[index - delay])
-        orders.append((*order, *weights[max(0, len(gradients) - delay) :]))
-    return tuple(orders)
+        return in_turn(self, rounds, warmups, [0] * self.num_groups)
