@@ -4,7 +4,6 @@ from __future__ import annotations  # `array[int]` is no expression before Pytho
 
 from array import array
 from collections.abc import Iterator
-from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
 from scheduler.base.collector import without_collection
@@ -101,28 +100,16 @@ def _instructions(units: TaskUnits) -> tuple[tuple[Instruction, ...], ...]:
 def _events(units: TaskUnits) -> Iterator[tuple[int, bool, int]]:
     """Yields group, whether it is a start, and unit: starts and ends in order of time.
 
-    At equal times ends come first, then the lower group; a group's own events keep their order.
+    At equal times ends come first, then the lower group. A group's own events keep their order: its units ascend.
     """
     starts, total = units.starts(), len(units.units)
     group_of = array("q", [group for group, end in enumerate(units.first[1:]) for _ in range(units.first[group], end)])
-    # One number for each group's next event: time, then start or end, then unit; units ascend with their groups.
-    heap = [
-        (2 * starts[unit] + 1) * total + unit
-        for unit, end in zip(units.first, units.first[1:], strict=False)
-        if unit < end
-    ]
-    heapify(heap)
-    while heap:
-        time, unit = divmod(heap[0], total)
-        group = group_of[unit]
-        is_start = bool(time % 2)
-        yield group, is_start, unit
-        if is_start:
-            heapreplace(heap, (time - 1 + 2 * units.duration(unit)) * total + unit)
-        elif unit + 1 < units.first[group + 1]:
-            heapreplace(heap, (2 * starts[unit + 1] + 1) * total + unit + 1)
-        else:
-            heappop(heap)
+    # One number for each event: time, then end or start, then unit; units ascend with their groups.
+    events = [(2 * start + 1) * total + unit for unit, start in enumerate(starts)]
+    events += [2 * (start + units.duration(unit)) * total + unit for unit, start in enumerate(starts)]
+    for event in sorted(events):
+        time, unit = divmod(event, total)
+        yield group_of[unit], bool(time % 2), unit
 
 
 class _UnitValues(NamedTuple):
