@@ -223,22 +223,20 @@ def deadlock(orders: Sequence[Sequence[Unit]], needs: Mapping[Unit, Iterable[Uni
     if not (stuck := blocked(position, orders)):
         return None
     group_of = {unit: group for group, order in enumerate(orders) for unit in order}
-    step: dict[int, tuple[Unit, Unit | None]] = {}
+    step: dict[int, tuple[Unit, Unit]] = {}
     group = stuck[0]
-    path: list[int] = []
     while group not in step:
         head = orders[group][position[group]]
         need = next(need for need in needs[head] if need not in done)
-        step[group] = (head, need)
-        path.append(group)
         if need not in group_of:
             return f"{head} (group {group}) waits for {need}, which no group runs"
+        step[group] = head, need
         group = group_of[need]
+    path, links = list(step), []
     cycle = path[path.index(group) :]
-    links = []
     for group in cycle:
         head, need = step[group]
-        there = group_of[need]  # type: ignore[index]
+        there = group_of[need]
         first = step[there][0]
         behind = "" if need == first else f", which comes after {first}"
         links.append(f"{head} (group {group}) waits for {need} (group {there}){behind}")

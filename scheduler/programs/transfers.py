@@ -79,12 +79,12 @@ def _deadlock(program: Program) -> list[str]:
     position = positions(program)
     if not (stuck := blocked(position, program.groups)):
         return []
-    group, path, links = stuck[0], list[int](), dict[int, str]()
-    while group not in path:
-        path.append(group)
+    group, links = stuck[0], dict[int, str]()
+    while group not in links:
         instruction = program.groups[group][position[group]]
         assert isinstance(instruction, TRANSFERS), "only transfers wait"
         other = instruction.to_group if isinstance(instruction, Send) else instruction.from_group
         links[group] = f"group {group} at '{instruction}' waits for group {other}"
         group = other
+    path = list(links)
     return [f"deadlock: {', '.join(links[one] for one in path[path.index(group) :])}"]
