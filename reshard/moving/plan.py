@@ -246,9 +246,8 @@ def plan_leaves(leaves: Sequence[MovedLeaf], threshold: int | None) -> ReshardPl
     """Plans the moves of described arrays: routes first, then rounds, the largest arrays of each group first."""
     if threshold == 0:  # one array at a time
         threshold = max((leaf.nbytes for leaf in leaves), default=1)
-    places = Places()
-    kinds = _kinds(leaves, places)
-    places.freeze()
+    kinds = _kinds(leaves)
+    places = Places(layout for *both, _ in kinds for layout in both)
     routes: list[Route] = [None] * len(leaves)  # pyright: ignore[reportAssignmentType]
     scales: list[tuple[int, ...]] = [()] * len(leaves)
     # Arrays without a choice first, so that the others can balance what these must send.
@@ -271,15 +270,12 @@ def _num_replicas(source: Layout) -> int:
     return sum(grid.shards.shape[1] for grid in source.grids if all(starts[0] == 0 for starts in grid.starts))
 
 
-def _kinds(leaves: Sequence[MovedLeaf], places: Places) -> dict[tuple[Layout, Layout, tuple[int, ...]], list[int]]:
+def _kinds(leaves: Sequence[MovedLeaf]) -> dict[tuple[Layout, Layout, tuple[int, ...]], list[int]]:
     """Groups the arrays by pair of layouts; arrays without elements have no pieces and share empty layouts."""
     kinds: dict[tuple[Layout, Layout, tuple[int, ...]], list[int]] = {}
     for i, leaf in enumerate(leaves):
         unit = unit_shape(leaf.shape, cuts(leaf.source, leaf.shape), cuts(leaf.target, leaf.shape))
-        source, target = layout(leaf.source, unit), layout(leaf.target, unit)
-        places.of(source)
-        places.of(target)
-        kinds.setdefault((source, target, unit), []).append(i)
+        kinds.setdefault((layout(leaf.source, unit), layout(leaf.target, unit), unit), []).append(i)
     return kinds
 
 

@@ -9,47 +9,32 @@ that sends least so far. At the end cells that travel together are merged into b
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from reshard.moving.shards import Grid, Layout
 from reshard.places import Place, host_of
 
+T = TypeVar("T")
+
 
 class Places:
     """All devices of a plan, numbered; their processes and hosts, numbered too; and the bytes that each has to send."""
 
-    def __init__(self) -> None:
-        self.devices: list[Place] = []
-        self._index: dict[Place, int] = {}
-        self.process = np.zeros(0, np.int64)
-        self.host = np.zeros(0, np.int64)
-        self.sent = np.zeros(0)
-        self._by_layout: dict[int, tuple[Layout, np.ndarray]] = {}
-
-    def of(self, layout: Layout) -> np.ndarray:
-        """Returns the number of each shard's device."""
-        known = self._by_layout.get(id(layout))
-        if known is None:
-            for device in layout.devices:
-                if device not in self._index:
-                    self._index[device] = len(self.devices)
-                    self.devices.append(device)
-            numbers = np.array([self._index[device] for device in layout.devices], np.int64)
-            known = self._by_layout[id(layout)] = (layout, numbers)
-        return known[1]
-
-    def freeze(self) -> None:
-        """Numbers processes and hosts, when every layout has been seen."""
-        num = len(self.devices)
-        self.process = _numbered([getattr(d, "process_index", 0) for d in self.devices])
-        self.host = _numbered([host_of(d) for d in self.devices])
-        self.sent = np.zeros(num)
+    def __init__(self, layouts: Iterable[Layout]) -> None:
+        numbers: dict[Place, int] = {}
+        # For each layout, the number of each shard's device.
+        self.of = {layout: _numbered(layout.devices, numbers) for layout in dict.fromkeys(layouts)}
+        self.devices = list(numbers)
+        self.process = _numbered([getattr(d, "process_index", 0) for d in self.devices], {})
+        self.host = _numbered([host_of(d) for d in self.devices], {})
+        self.sent = np.zeros(len(self.devices))
 
 
-def _numbered(keys: Sequence[object]) -> np.ndarray:
-    numbers: dict[object, int] = {}
+def _numbered(keys: Iterable[T], numbers: dict[T, int]) -> np.ndarray:
+    """Returns the number of each key; a key that has none gets the next one."""
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
@@ -104,7 +89,7 @@ def build(source: Layout, target: Layout, places: Places, weight: float) -> Rout
         places: the places of the devices; the bytes that they send are added up there.
         weight: bytes for each element of the lattice, over all arrays that will take this route.
     """
-    source_place, target_place = places.of(source), places.of(target)
+    source_place, target_place = places.of[source], places.of[target]
     lattice = _Lattice((*source.grids, *target.grids), source, target)
     num_places = len(places.devices)
     kept = _kept(source, target, source_place, target_place)
@@ -113,13 +98,13 @@ def build(source: Layout, target: Layout, places: Places, weight: float) -> Rout
     wants = _wants(target, target_place, lattice, kept)
 
     here = holders.find(wants.keys(num_places), num_places)  # cells that devices have already, in another shard
-    stay, wants = _Delivery(wants.take(here >= 0), here[here >= 0], holders), wants.take(here < 0)
+    stay, wants = holders.deliver(wants.take(here >= 0), here[here >= 0]), wants.take(here < 0)
     again, wants = _wanted_again(wants, num_places)
     missing = int(lattice.volume[wants.cell].sum())
     come, holders, missing_on_hosts = _from_other_places(wants, holders, places, lattice, weight)
     steps = [stay, *come]
     if len(again.cell):
-        steps.append(_Delivery(again, holders.find(again.keys(num_places), num_places), holders))
+        steps.append(holders.deliver(again, holders.find(again.keys(num_places), num_places)))
 
     hop, sender, receiver, start, stop = lattice.merged(steps)
     sender_place = np.where(
@@ -175,7 +160,7 @@ def _from_other_places(
         if wider is everywhere:
             missing_on_hosts = int(volume.sum())
         chosen = holders.choose(entries, wider, places, volume * weight)
-        steps.append(_Delivery(entries, chosen, holders))
+        steps.append(holders.deliver(entries, chosen))
         wants = wants.without(entries, num_places)
         holders = holders.with_entries(entries, holders.hop[chosen] + 1)
     assert not len(wants.cell), "cells that nobody has"
@@ -208,8 +193,14 @@ def _kept(
     return tuple([(have[key], t) for t, key in enumerate(wanted) if key in have])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Wants:
+class _Delivery(NamedTuple):
+    """Wanted cells, and the way of each: the hop of its piece, the shard that it comes from, and where it goes."""
+
+    cell: np.ndarray
+    way: np.ndarray
+
+
+class _Wants(NamedTuple):
     """Cells that places want, each in one target shard."""
 
     cell: np.ndarray
@@ -221,7 +212,7 @@ class _Wants:
         return self.cell * num_places + self.place
 
     def take(self, index: np.ndarray) -> "_Wants":
-        return _Wants(self.cell[index], self.place[index], self.shard[index])
+        return _Wants(*[column[index] for column in self])
 
     def one_per(self, domain: np.ndarray, sent: np.ndarray) -> np.ndarray:
         """Returns one want for each cell and domain: the domain's places take turns, the least loaded so far first."""
@@ -238,8 +229,7 @@ class _Wants:
         return self.take(~_among(self.keys(num_places), other.keys(num_places)))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Holders:
+class _Holders(NamedTuple):
     """Cells that places have: in a source shard (hop 0), or in a target shard that earlier steps filled."""
 
     cell: np.ndarray
@@ -248,12 +238,11 @@ class _Holders:
     hop: np.ndarray
 
     def with_entries(self, entries: _Wants, hop: np.ndarray) -> "_Holders":
-        return _Holders(
-            np.concatenate([self.cell, entries.cell]),
-            np.concatenate([self.place, entries.place]),
-            np.concatenate([self.shard, entries.shard]),
-            np.concatenate([self.hop, hop]),
-        )
+        return _Holders(*map(np.concatenate, zip(self, (*entries, hop), strict=True)))
+
+    def deliver(self, wants: _Wants, chosen: np.ndarray) -> _Delivery:
+        """Brings cells from the chosen holders."""
+        return _Delivery(wants.cell, np.stack([self.hop[chosen], self.shard[chosen], wants.shard], axis=1))
 
     def find(self, keys: np.ndarray, num_places: int) -> np.ndarray:
         """Returns the holder of each key of `_Wants.keys`, -1 where there is none."""
@@ -304,15 +293,6 @@ class _Holders:
         return chosen
 
 
-class _Delivery:
-    """Wants with the holders chosen to meet them; knows the hop of the pieces between them."""
-
-    def __init__(self, wants: _Wants, chosen: np.ndarray, holders: _Holders):
-        self.wants = wants
-        self.sender = holders.shard[chosen]
-        self.hop = holders.hop[chosen]
-
-
 class _Lattice:
     """The cells that the cuts of all grids together make."""
 
@@ -346,10 +326,9 @@ class _Lattice:
         Returns hop, sender, receiver, start and stop of each box.
         """
         ndim = len(self.shape)
-        cell = np.concatenate([step.wants.cell for step in steps])
+        cell, way = map(np.concatenate, zip(*steps, strict=True))
         low = np.stack(np.unravel_index(cell, self.shape), axis=1) if ndim else np.zeros((len(cell), 0), np.int64)
         high = low + 1
-        way = np.concatenate([np.stack([step.hop, step.sender, step.wants.shard], axis=1) for step in steps])
         for axis in reversed(range(ndim)):
             if not len(way):
                 break
