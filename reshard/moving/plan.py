@@ -6,9 +6,8 @@ Planning is pure. It needs shapes, dtypes and shardings; no data, and no devices
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -61,8 +60,7 @@ class PlannedArray:
         return math.prod(self.scale) * self.leaf.dtype.itemsize
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes that reach the targets, by how far they travel."""
 
     stays: int = 0
@@ -73,12 +71,6 @@ class Traffic:
     @property
     def moved(self) -> int:
         return self.within_process + self.within_host + self.between_hosts
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
-
-    def times(self, factor: int) -> "Traffic":
-        return Traffic(*[n * factor for n in dataclasses.astuple(self)])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -300,7 +292,8 @@ def _packed(arrays: Sequence[PlannedArray], places: Places, threshold: int | Non
     taken: dict[Route, int] = {}
     for array in arrays:
         taken[array.route] = taken.get(array.route, 0) + array.unit_bytes
-    traffic = {route: _traffic(route, places) for route in taken}
+    of_route = {route: _traffic(route, places) for route in taken}
+    traffic_of = [Traffic(*[n * array.unit_bytes for n in of_route[array.route]]) for array in arrays]
     sent, received = np.zeros(num_places), np.zeros(num_places)
     for route, nbytes in taken.items():
         elements = route.elements * route.moves * float(nbytes)
@@ -311,8 +304,8 @@ def _packed(arrays: Sequence[PlannedArray], places: Places, threshold: int | Non
         rounds=packer.rounds,
         threshold=threshold,
         peak_working_bytes=packer.peak,
-        traffic=functools.reduce(Traffic.__add__, (traffic[r].times(n) for r, n in taken.items()), Traffic()),
-        traffic_of=tuple([traffic[a.route].times(a.unit_bytes) for a in arrays]),
+        traffic=Traffic(*map(sum, zip(*traffic_of, strict=True))),
+        traffic_of=tuple(traffic_of),
         bytes_lower_bound=sum(route.missing * nbytes for route, nbytes in taken.items()),
         bytes_between_hosts_lower_bound=sum(route.missing_on_hosts * nbytes for route, nbytes in taken.items()),
         sent={device: int(n) for device, n in zip(places.devices, sent, strict=True)},
