@@ -2,9 +2,9 @@
 
 import functools
 import importlib.util
-import itertools
 import math
 from collections.abc import Callable, MutableSequence
+from itertools import accumulate, chain
 from types import FunctionType
 from typing import NamedTuple
 
@@ -60,29 +60,18 @@ def improve(
         hot, cold: The loss of makespan that is easily accepted at the start, and at the end.
         target: Stop when the makespan is no longer than this.
     """
-    n, m, every = problem.num_stages, problem.num_microbatches, problem.of_microbatches()
-    number = {kind: index * n * m for index, kind in enumerate(_KINDS)}
-    over = [one.transfers_between(problem.placement) for one in every]
-    seconds, memory = [one.seconds(n) for one in every], [one.memory(n) for one in every]
-    size = problem.num_tasks
-    time, lag, nbytes = [0.0] * size, [0.0] * size, [0.0] * size
-    across, local, lane = [-1] * size, [-1] * size, [0] * size
-    for index, kind in enumerate(_KINDS):
-        for stage in range(n):
-            before = stage - 1 if kind == "F" else stage + 1
-            apart = kind != "W" and 0 <= before < n
-            for microbatch in range(m):
-                task = number[kind] + stage * m + microbatch
-                time[task] = seconds[microbatch][kind][stage]
-                lane[task] = index * n + stage
-                if apart:
-                    across[task] = number[kind] + before * m + microbatch
-                    lag[task] = over[microbatch][min(stage, before)]
-                if index:
-                    local[task] = task - n * m
-                nbytes[task] = memory[microbatch][kind][stage]
-    sequence = [number[task.kind] + task.stage * m + task.microbatch for order in orders for task in order]
-    begin = [0, *itertools.accumulate(map(len, orders))]
+    n, m, costs = problem.num_stages, problem.num_microbatches, problem.costs
+    num, size = n * m, problem.num_tasks  # tasks of a kind, and of all kinds
+    time = costs.flat(m, lambda one: list(chain.from_iterable(one.seconds(n).values())))
+    nbytes = costs.flat(m, lambda one: list(chain.from_iterable(one.memory(n).values())))
+    over = costs.flat(m, lambda one: one.transfers_between(problem.placement)[:-1])
+    # F waits for F of the stage before, I for I of the stage after.
+    across = [*[-1] * m, *range(num - m), *range(num + m, 2 * num), *[-1] * (m + num)]
+    lag = [*[0.0] * m, *over, *over, *[0.0] * (m + num)]
+    local = [*[-1] * num, *range(2 * num)]
+    lane = [task // m for task in range(size)]
+    sequence = [_KINDS.index(task.kind) * num + task.stage * m + task.microbatch for order in orders for task in order]
+    begin = [0, *accumulate(map(len, orders))]
     limits = [problem.limit(group) + 1e-9 for group in range(problem.num_groups)]
     ends, position, clock = [0.0] * size, [0] * problem.num_groups, [0.0] * problem.num_groups
     tables = Tables(
@@ -95,7 +84,7 @@ def improve(
         run, tables = _compiled(), Tables(*map(numpy.array, tables))  # pyright: ignore[reportArgumentType]
     makespan = run(tables, steps, hot, cold, target, seed % 2**31)
     best = [int(task) for task in tables.best_sequence]
-    tasks = [Task(task % (n * m) // m, _KINDS[task // (n * m)], task % m) for task in best]
+    tasks = [Task(task % num // m, _KINDS[task // num], task % m) for task in best]
     return float(makespan), tuple(tuple(tasks[begin[group] : begin[group + 1]]) for group in range(problem.num_groups))
 
 

@@ -1,41 +1,46 @@
 """Orders on a clock: when each task of a pipeline starts and ends."""
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from operator import add
 
 from scheduler.base.collector import without_collection
 from scheduler.engine import blocked, run_until_blocked
 from scheduler.errors import ScheduleError
 from scheduler.ordering import chain, deadlock, graph_needs, paired, readers_of
-from scheduler.task import Kind, Orders, Reads, Task
+from scheduler.task import Kind, Orders, Pairs, Reads, Task
+from scheduler.timing.costs import Costs
 
 Times = tuple[array, ...]
 
 
 def run_on_clock(
     orders: Orders,
-    second: Mapping[Task, Task],
+    fused: Pairs,
     placement: Sequence[int],
     num_microbatches: int,
-    seconds: Mapping[Kind, Sequence[float]],
-    over: Sequence[float],
-    reads: Reads | None = None,
+    costs: Costs,
+    reads: Reads | None,
 ) -> tuple[Times, Times]:
     """Returns the starts and the ends of every group's tasks, each as soon as all that it waits for has arrived.
 
     A fused pair starts when both tasks could, and hands on all results at its end.
 
     Args:
-        second: For the first task of each fused pair, the other one, which must come next.
-        seconds: For each kind, the time of its tasks, at stage times microbatches plus microbatch.
-        over: The time over the boundary after a stage, indexed in the same way.
+        fused: Pairs of tasks, of which the second must come next.
         reads: For each stage, the stages that it exchanges values with; None for a chain.
 
     Raises:
         ScheduleError: The orders deadlock; with the cycle.
     """
-    m, size = num_microbatches, len(placement) * num_microbatches
-    waits = _what_tasks_wait_for(placement, m, chain(len(placement)) if reads is None else reads)
+    m, n, second = num_microbatches, len(placement), dict(fused)
+    size = n * m
+    waits = _what_tasks_wait_for(placement, m, chain(n) if reads is None else reads)
+    # The time of each kind of task, and over the boundary after a stage: at stage times microbatches plus microbatch.
+    names: dict[Kind, str] = {"F": "forward", "I": "input_grad", "W": "weight_grad", "R": "recompute"}
+    seconds = {kind: costs.flat(m, lambda one, name=name: one.per_stage(name, n)) for kind, name in names.items()}
+    seconds["B"] = list(map(add, seconds["I"], seconds["W"]))
+    over = costs.flat(m, lambda one: one.transfers(n) if reads else one.transfers_between(placement))
     # When each event has happened, -1 before. The end of F is the event at stage times microbatches plus microbatch,
     # the end of I or B is that plus `size`. W and R have no event: no other group waits for them.
     happened = array("d", [-1.0]) * (2 * size)
@@ -77,7 +82,7 @@ def run_on_clock(
         units = [list(paired(order, second)) for order in orders]
         position = run_until_blocked(units, do)
     if blocked(position, units):
-        raise ScheduleError(f"simulate: the orders deadlock: {_stuck(units, reads, len(placement))}.")
+        raise ScheduleError(f"simulate: the orders deadlock: {_stuck(units, reads, n)}.")
     return starts, ends
 
 

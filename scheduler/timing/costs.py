@@ -3,7 +3,7 @@
 import math
 import statistics
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -162,6 +162,15 @@ class Costs:
                 " microbatches; give one entry for each."
             )
         return [one for one in self.microbatches if isinstance(one, Costs)]
+
+    def flat(self, num_microbatches: int, of_stages: "Callable[[Costs], Sequence[float]]") -> list[float]:
+        """Returns a number for each stage and microbatch, stage after stage, from the numbers of each microbatch."""
+        every = self.of_microbatches(num_microbatches)
+        known = {id(one): one for one in every}
+        rows = {key: of_stages(one) for key, one in known.items()}
+        if len(rows) == 1:
+            return [x for x in rows[id(every[0])] for _ in every]
+        return [x for column in zip(*(rows[id(one)] for one in every), strict=True) for x in column]
 
     def of_mean(self, num_stages: int) -> "Costs":
         """Returns the costs of a mean microbatch."""

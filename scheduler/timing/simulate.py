@@ -1,12 +1,11 @@
 """Makes timelines: of a schedule on a clock, and of tasks that ran."""
 
-from collections.abc import Callable, Iterable, Sequence
-from operator import add
+from collections.abc import Iterable, Sequence
 
 from scheduler.base.collector import without_collection
 from scheduler.ordering import recomputing
 from scheduler.task import Kind, Orders, Pairs, Reads, Schedule, Task, check_count, check_schedule, orders_of, reads_of
-from scheduler.timing.clock import Times, run_on_clock
+from scheduler.timing.clock import run_on_clock
 from scheduler.timing.costs import Costs, check_costs
 from scheduler.timing.timeline import Timeline
 
@@ -56,7 +55,7 @@ def simulate_orders(
 ) -> Timeline:
     """Runs orders at hand on a clock, like :func:`simulate`."""
     costs = Costs() if costs is None else costs
-    starts, ends = _on_clock(orders, fused, placement, num_microbatches, costs, reads)
+    starts, ends = run_on_clock(orders, fused, placement, num_microbatches, costs, reads)
     counts, nbytes = peaks(orders, len(placement), costs, num_microbatches)
     return Timeline(orders, starts, ends, tuple(placement), costs, counts, nbytes, fused, name, reads)
 
@@ -87,38 +86,13 @@ def timeline_of(
     return Timeline(orders, starts, ends, tuple(placement), costs, held, nbytes, fused, name)
 
 
-def _on_clock(
-    orders: Orders, pairs: Pairs, placement: Sequence[int], num_microbatches: int, costs: Costs, reads: Reads | None
-) -> tuple[Times, Times]:
-    n, every = len(placement), costs.of_microbatches(num_microbatches)
-    names: dict[Kind, str] = {"F": "forward", "I": "input_grad", "W": "weight_grad", "R": "recompute"}
-    seconds: dict[Kind, list[float]] = {}
-    for kind, name in names.items():
-        seconds[kind] = _flat(every, Costs.per_stage, name, n)
-    seconds["B"] = list(map(add, seconds["I"], seconds["W"]))
-    over = _flat(every, Costs.transfers if reads else Costs.transfers_between, n if reads else placement)
-    return run_on_clock(orders, dict(pairs), placement, num_microbatches, seconds, over, reads)
-
-
-def _flat(every: Sequence[Costs], of_stages: Callable[..., Sequence[float]], *args: object) -> list[float]:
-    """Returns a number for each stage and microbatch, stage after stage, from the numbers of each microbatch."""
-    known: dict[int, Sequence[float]] = {}
-    for one in every:
-        if id(one) not in known:
-            known[id(one)] = of_stages(one, *args)
-    if len(known) == 1:
-        return [x for x in known[id(every[0])] for _ in every]
-    return [x for column in zip(*(known[id(one)] for one in every), strict=True) for x in column]
-
-
 def peaks(
     orders: Sequence[Sequence[Task]], num_stages: int, costs: Costs, num_microbatches: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Returns the most activations and the most bytes that each group holds. They follow from its order alone."""
-    every = costs.of_microbatches(num_microbatches)
     added: dict[Kind, list[float]] = {}
     for kind in ("F", "I", "W"):
-        added[kind] = _flat(every, lambda one, kind=kind: one.memory(num_stages)[kind])
+        added[kind] = costs.flat(num_microbatches, lambda one, kind=kind: one.memory(num_stages)[kind])
     added["B"] = [-nbytes for nbytes in added["F"]]
     added["R"] = [0.0] * len(added["F"])
     counts, nbytes = [], []
