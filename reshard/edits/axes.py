@@ -85,17 +85,16 @@ def shape_of(side: Named, sizes: Mapping[str, int]) -> Shape:
 
 
 def moves(
-    leaf: Leaf, source: Named, target: Named, sizes: Mapping[str, int], *, along: str | None = None,
-    joined: str | None = None, total: int = 0, first: int = 0,
+    leaf: Leaf, source: Named, target: Named, sizes: Mapping[str, int], *, along: str | None = None, total: int = 0,
+    first: int = 0,
 ) -> Iterator[Origin]:  # fmt: skip
-    """Maps one of several arrays to its boxes in the array that they are joined into, or the other way round.
+    """Maps an array to its boxes in the array that several are joined into.
 
     Args:
-        leaf: stands for the array that is read.
-        source, target: the axes of that array, and of the new one.
-        sizes: the sizes of the smaller array; for `along`, of its part.
+        leaf: stands for the array.
+        source, target: the axes of the array, and of the whole.
+        sizes: the sizes of the array; for `along`, of its part.
         along: the name along which they are joined; None where one array becomes one.
-        joined: the side that has the whole: "source" or "target".
         total: the size of `along` in the whole.
         first: where the part begins in the whole.
     """
@@ -110,16 +109,14 @@ def moves(
     if along is None:
         yield whole
         return
-    side = source if joined == "source" else target
-    axis = next(i for i, names_of_axis in enumerate(side) if along in names_of_axis)
-    place = side[axis].index(along)
-    outer, inner = side[axis][:place], math.prod(sizes[name] for name in side[axis][place + 1 :])
+    axis = next(i for i, names_of_axis in enumerate(target) if along in names_of_axis)
+    place = target[axis].index(along)
+    outer, inner = target[axis][:place], math.prod(sizes[name] for name in target[axis][place + 1 :])
     for index, chosen in enumerate(itertools.product(*[range(sizes[name]) for name in outer])):
         shift = (index * (total - sizes[along]) + first) * inner
         for part in whole.with_ranges({ids[name]: (i, i + 1) for name, i in zip(outer, chosen, strict=True)}):
-            box = part.source if joined == "source" else part.target
-            box = box.shifted([shift if i == axis else 0 for i in range(box.ndim)])
-            yield dataclasses.replace(part, **{"source" if joined == "source" else "target": box})
+            box = part.target.shifted([shift if i == axis else 0 for i in range(len(target))])
+            yield dataclasses.replace(part, target=box)
 
 
 def offsets(parts: Sequence[int]) -> list[int]:

@@ -127,7 +127,7 @@ class Origin:
 
     @property
     def inverse(self) -> "Origin":
-        """This origin with its sides exchanged; `leaf` has no meaning then."""
+        """This origin with its sides exchanged, but the same `leaf`."""
         return dataclasses.replace(
             self,
             source=self.target,

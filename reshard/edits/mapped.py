@@ -157,7 +157,7 @@ class _Application:
             raise ValueError(f"it cannot be joined with {', '.join(self._shown(e) for e in given[1:])} along {along}")
         found = [sizes[along] for sizes in all_sizes]
         seconds = [
-            axes.moves(e, source, target, sizes, along=along, joined="target", total=sum(found), first=first)
+            axes.moves(e, source, target, sizes, along=along, total=sum(found), first=first)
             for e, sizes, first in zip(given, all_sizes, axes.offsets(found), strict=True)
         ]
         shape = axes.shape_of(target, {**all_sizes[0], along: sum(found)})
@@ -183,8 +183,8 @@ class _Application:
             raise ValueError(f"{along} is {total}, but its parts are {parts}")
         for path, part, first in zip(paths, parts, axes.offsets(parts), strict=True):
             own = {**sizes, along: part}
-            moved = axes.moves(given, source, target, own, along=along, joined="source", total=total, first=first)
-            yield _entry([given], path, axes.shape_of(target, own), moved)
+            moved = axes.moves(given, target, source, own, along=along, total=total, first=first)
+            yield _entry([given], path, axes.shape_of(target, own), [one.inverse for one in moved])
 
     def _known(self, side: Named) -> dict[str, int]:
         """Returns the sizes that shapes may not determine."""

@@ -61,7 +61,7 @@ def box_of(draw, shape) -> Box:
 @given(st.data(), sides, sides, sides)
 def test_any_box_of_an_array_in_another_order_of_axes_is_put_together(data, first, second, third):
     x = np.arange(math.prod(SIZES.values())).reshape(axes.shape_of(first, SIZES))
-    one = list(axes.moves(leaf(x.shape), first, second, SIZES, along=None, joined=None, total=0, first=0))
+    one = list(axes.moves(leaf(x.shape), first, second, SIZES))
     middle = entry_of(axes.shape_of(second, SIZES), one)
     y = moved(x, first, second)
     box = box_of(data.draw, y.shape)
@@ -71,7 +71,7 @@ def test_any_box_of_an_array_in_another_order_of_axes_is_put_together(data, firs
     taken = list(one[0].taking(cell))
     assert sum(part.source.size for part in taken) == cell.size and all(part.source in cell for part in taken)
     # through a second rule, as if the first one's result were stored
-    two = axes.moves(leaf(y.shape), second, third, SIZES, along=None, joined=None, total=0, first=0)
+    two = axes.moves(leaf(y.shape), second, third, SIZES)
     last = entry_of(axes.shape_of(third, SIZES), middle.through(two))
     box = box_of(data.draw, last.shape)
     assert (read(last, box, {"x": x}) == moved(y, second, third)[box.slices]).all()
@@ -88,10 +88,8 @@ def test_arrays_that_are_joined_along_any_axis_are_cut_again(data, text):
     made = []
     for first, part in zip(axes.offsets(parts), parts, strict=True):
         own = {**sizes, "g": part}
-        moves = axes.moves(
-            leaf(all_of.shape), rule.left, rule.right, own, along="g", joined="source", total=6, first=first
-        )
-        entry = entry_of(axes.shape_of(rule.right, own), moves)
+        moves = axes.moves(leaf(all_of.shape), rule.right, rule.left, own, along="g", total=6, first=first)
+        entry = entry_of(axes.shape_of(rule.right, own), [one.inverse for one in moves])
         piece = np.take(by_name, range(first, first + part), names.index("g"))
         wanted = piece.transpose([names.index(n) for axis in rule.right for n in axis]).reshape(entry.shape)
         box = box_of(data.draw, entry.shape)
@@ -102,10 +100,9 @@ def test_arrays_that_are_joined_along_any_axis_are_cut_again(data, text):
         origin
         for i, (first, part) in enumerate(zip(axes.offsets(parts), parts, strict=True))
         for origin in axes.moves(
-            leaf(made[i][1].shape, str(i)), rule.right, rule.left, {**sizes, "g": part}, along="g", joined="target",
-            total=6, first=first,
+            leaf(made[i][1].shape, str(i)), rule.right, rule.left, {**sizes, "g": part}, along="g", total=6, first=first
         )
-    ]  # fmt: skip
+    ]
     box = box_of(data.draw, all_of.shape)
     stored = {str(i): wanted for i, (_, wanted) in enumerate(made)}
     assert (read(entry_of(all_of.shape, origins), box, stored) == all_of[box.slices]).all()
