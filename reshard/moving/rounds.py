@@ -9,6 +9,7 @@ takes part in one as soon as it has room, so that arrays for different groups tr
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,21 +18,13 @@ from mpmd.arrays.boxes import Box
 from reshard.moving.route import Route
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of one piece of a route; `box` counts in the elements of the array."""
-
-    piece: int
-    box: Box
-
-
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Batch:
-    """The part of an array that one round moves: some pieces uncut (all if `pieces` is None), or some chunks."""
+    """The part of an array that one round moves: some pieces uncut, or chunks, with the piece and the box of each."""
 
     array: int
-    pieces: np.ndarray | None = None
-    chunks: tuple[Chunk, ...] = ()
+    pieces: np.ndarray
+    boxes: tuple[Box, ...] = ()  # of chunks, in elements of the array
 
 
 Round = tuple[Batch, ...]
@@ -59,7 +52,8 @@ class Loads:
         self._cut = np.where(route.moves & ~route.whole_source, route.elements, 0)
         self._wait = np.where(route.whole_target, 0, route.elements)
         self._come = np.where(route.whole_target, route.elements, 0)
-        self.whole = self.of(np.arange(len(route.hop)))
+        self.pieces = np.arange(len(route.hop), dtype=np.int32)
+        self.whole = self.of(self.pieces)
 
     def of(self, pieces: np.ndarray) -> Load:
         working = self._sum(self._route.sender_place, self._cut, pieces)
@@ -123,7 +117,7 @@ class Packer:
         unit_bytes = math.prod(scale) * itemsize
         whole = loads.whole.times(unit_bytes)
         if whole.working.max(initial=0) <= self._limit:
-            self._add_batch(Batch(array), whole, 0)
+            self._add_batch(Batch(array, loads.pieces), whole, 0)
             return
         needs_cut = ~(route.whole_source & route.whole_target)
         if route.elements[needs_cut].max(initial=0) * unit_bytes > self._limit // 2:
@@ -153,7 +147,7 @@ class Packer:
         most = max(1, int(self._limit) // 2 // itemsize)
         factor = np.array(scale, np.int64)
         starts, stops = (route.start * factor).tolist(), (route.stop * factor).tolist()
-        chunks: dict[int, list[Chunk]] = {}
+        chunks: dict[int, list[tuple[int, Box]]] = defaultdict(list)
         after = last = hop = 0
         # Plain lists: this goes chunk by chunk, of which there may be millions.
         places = _RoundLoads(self._round.tolist(), self._working.tolist(), self._limit)
@@ -171,16 +165,14 @@ class Packer:
                 nbytes = size * itemsize
                 number = places.add(sender, nbytes if cuts else 0, receiver, nbytes if waits else 0, after)
                 last = max(last, number)
-                if number in chunks:
-                    chunks[number].append(Chunk(piece, box))
-                else:
-                    chunks[number] = [Chunk(piece, box)]
+                chunks[number].append((piece, box))
         arriving = np.where(self._round == places.round, self._arriving, 0)
         everywhere = np.arange(len(self._round))
         self._put(places.round, everywhere, np.array(places.working), arriving)
         self.peak = max(self.peak, places.peak)
         for number in sorted(chunks):
-            self._append(number, Batch(array, chunks=tuple(chunks[number])))
+            pieces, boxes = zip(*chunks[number], strict=True)
+            self._append(number, Batch(array, np.array(pieces, np.int32), boxes))
 
     def _at(self, number: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         here = self._round[places] == number

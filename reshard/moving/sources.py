@@ -67,19 +67,13 @@ class MovingArray:
     def name(self) -> str:
         return self.planned.leaf.path or "the array"
 
-    def pieces(self, batch: Batch) -> np.ndarray:
-        """Returns the piece number of each part of a batch."""
-        if batch.chunks:
-            return np.array([chunk.piece for chunk in batch.chunks], np.int64)
-        return np.arange(len(self.planned.route.hop)) if batch.pieces is None else batch.pieces
-
     def ways(self, batch: Batch) -> Iterable[Movement]:
         """Returns the ways of the parts of a batch."""
-        kind = (self.planned.route, self.planned.scale, self.planned.leaf.dtype.itemsize)
-        if batch.chunks:
-            return (_way_of(*kind, chunk.piece, chunk.box) for chunk in batch.chunks)
+        kind, pieces = (self.planned.route, self.planned.scale, self.planned.leaf.dtype.itemsize), batch.pieces.tolist()
+        if batch.boxes:
+            return (_way_of(*kind, piece, box) for piece, box in zip(pieces, batch.boxes, strict=True))
         ways = self._ways(*kind)
-        return ways if batch.pieces is None else [ways[piece] for piece in batch.pieces.tolist()]
+        return [ways[piece] for piece in pieces]
 
 
 class Sources:
@@ -101,7 +95,7 @@ class Sources:
                 self._count(arrays[batch.array], batch)
 
     def _count(self, array: MovingArray, batch: Batch) -> None:
-        route, pieces = array.planned.route, array.pieces(batch)
+        route, pieces = array.planned.route, batch.pieces
         array.left += len(pieces)
         senders = route.sender[pieces[route.hop[pieces] == 0]]
         for shard, count in zip(*np.unique(senders, return_counts=True), strict=True):

@@ -126,11 +126,10 @@ def test_rounds_carry_every_element_once_and_keep_to_the_threshold(threshold, sh
         for batch in round_:
             array = plan.arrays[batch.array]
             route, itemsize = array.route, 4
-            if batch.chunks:
-                parts = [(c.piece, c.box.size) for c in batch.chunks]
+            if batch.boxes:
+                parts = [(p, box.size) for p, box in zip(batch.pieces, batch.boxes, strict=True)]
             else:
-                pieces = range(len(route.hop)) if batch.pieces is None else batch.pieces
-                parts = [(p, int(route.elements[p]) * int(np.prod(array.scale))) for p in pieces]
+                parts = [(p, int(route.elements[p]) * int(np.prod(array.scale))) for p in batch.pieces]
             for piece, size in parts:
                 seen[batch.array][piece] += size
                 uncut = size == int(route.elements[piece]) * int(np.prod(array.scale))
