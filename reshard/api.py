@@ -239,9 +239,7 @@ def _fault_of_source(source: object, job: Job | None) -> str | None:
 
 
 def _fault_of_place(target: Any, job: Job | None) -> str | None:
-    if isinstance(target, MpmdSharding):
-        devices = {d for group in target.groups for d in target.mpmd_mesh.groups[group].devices.flat}
-    elif isinstance(target, HostMemory):
+    if isinstance(target, HostMemory):
         devices = {target}
     elif is_sharding(target):
         devices = target.device_set
