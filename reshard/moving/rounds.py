@@ -105,12 +105,12 @@ class Packer:
         self._round = np.zeros(num_places, np.int64)
         self._working = np.zeros(num_places)
         self._arriving = np.zeros(num_places)
-        self._rounds: list[list[Batch]] = []
+        self._rounds: dict[int, list[Batch]] = defaultdict(list)
         self.peak = 0
 
     @property
     def rounds(self) -> tuple[Round, ...]:
-        return tuple(map(tuple, self._rounds))
+        return tuple([tuple(self._rounds[number]) for number in range(max(self._rounds, default=-1) + 1)])
 
     def add(self, array: int, loads: Loads, route: Route, scale: Sequence[int], itemsize: int) -> None:
         """Finds rounds for all pieces of an array, cut into chunks as far as the threshold requires."""
@@ -140,7 +140,7 @@ class Packer:
             number += 1
             working, arriving = self._at(number, places)
         self._put(number, places, working + load.working, arriving + load.arriving)
-        self._append(number, batch)
+        self._rounds[number].append(batch)
         return number
 
     def _add_chunks(self, array: int, route: Route, scale: Sequence[int], itemsize: int) -> None:
@@ -172,7 +172,7 @@ class Packer:
         self.peak = max(self.peak, places.peak)
         for number in sorted(chunks):
             pieces, boxes = zip(*chunks[number], strict=True)
-            self._append(number, Batch(array, np.array(pieces, np.int32), boxes))
+            self._rounds[number].append(Batch(array, np.array(pieces, np.int32), boxes))
 
     def _at(self, number: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         here = self._round[places] == number
@@ -184,11 +184,6 @@ class Packer:
         self._working[places] = working
         self._arriving[places] = arriving
         self.peak = max(self.peak, int(working.max(initial=0)))
-
-    def _append(self, number: int, batch: Batch) -> None:
-        while len(self._rounds) <= number:
-            self._rounds.append([])
-        self._rounds[number].append(batch)
 
 
 @dataclasses.dataclass
