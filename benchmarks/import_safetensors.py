@@ -31,7 +31,7 @@ def make_folder(folder: Path, mib: int) -> None:
     import numpy as np
 
     from reshard.storage.safetensors import DTYPES
-    from reshard.storage.tensor_files import TensorWriter, plan_files
+    from reshard.storage.tensor_files import plan_files, writing
 
     per_width = 2 * VOCAB + NUM_LAYERS * (2 * HEADS * DIM + 2 * HEADS * DIM // 4 + 3 * HIDDEN)
     width = max(128, (mib << 19) // per_width // 128 * 128)
@@ -50,11 +50,11 @@ def make_folder(folder: Path, mib: int) -> None:
     total = sum(2 * int(np.prod(shape)) for shape in shapes.values())
     files = plan_files([(n, DTYPES["BF16"], s) for n, s in shapes.items()], total // (NUM_FILES - 1))
     rng = np.random.default_rng(0)
-    with TensorWriter(folder, files) as writer:
+    with writing(folder, files) as writer:
         for _, tensors in files.files.values():
             for tensor in tensors:
                 data = rng.integers(0, 1 << 14, tensor.shape, np.uint16).view(tensor.dtype)  # finite numbers
-                os.pwrite(writer._places[tensor.name][0], data.tobytes(), tensor.start)
+                os.pwrite(writer.places[tensor.name][0], data.tobytes(), tensor.start)
     files.finish(folder)
 
 

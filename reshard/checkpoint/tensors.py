@@ -30,7 +30,7 @@ from reshard.storage.casts import copy_cast
 from reshard.storage.huggingface import TensorFolder
 from reshard.storage.paths import Key, Path, compiled, dotted, show
 from reshard.storage.stored import Checkpoint, Leaf
-from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, TensorTarget, TensorWriter, plan_folder
+from reshard.storage.tensor_files import FILE_NBYTES, TensorFiles, TensorTarget, TensorWriter, plan_folder, writing
 
 Value = jax.Array | np.ndarray | str | bytes
 
@@ -151,7 +151,7 @@ def _write(
     folder: File, files: TensorFiles, arrays: dict[Path, Value], entries: list[Entry], written: list[int]
 ) -> None:
     tensors_of = _tensors_of(entries)
-    with TensorWriter(folder, files) as writer:
+    with writing(folder, files) as writer:
         for path, array in arrays.items():
             if path in tensors_of:
                 for box, data in _owned(array):

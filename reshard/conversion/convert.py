@@ -30,7 +30,7 @@ from reshard.storage.finder import find
 from reshard.storage.huggingface import path_of
 from reshard.storage.paths import dotted, matches, show
 from reshard.storage.stored import EMPTY_TYPES, Leaf, all_of, check_target, fault_of_type, said
-from reshard.storage.tensor_files import TensorFiles, TensorTarget, TensorWriter, plan_folder
+from reshard.storage.tensor_files import TensorFiles, TensorTarget, plan_folder, writing
 from reshard.storage.unfinished import UnfinishedFolder
 from scheduler.base.texts import counted, first_of, human, table
 
@@ -238,7 +238,7 @@ def _write(conversion: Conversion, working: File, copier: Copier) -> None:
 def _write_tensors(folder: File, files: TensorFiles, copier: Copier) -> None:
     """Makes a Hugging Face folder. Its index is written last."""
     folder.mkdir()
-    with TensorWriter(folder, files) as writer:
+    with writing(folder, files) as writer:
 
         async def write(written: Sequence[Written]) -> None:
             await all_of([asyncio.to_thread(writer.write, dotted(e.path), box, data) for e, box, data in written])

@@ -6,9 +6,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as File
-from typing import Self
 
 import numpy as np
 
@@ -77,38 +76,34 @@ def _content(file: File) -> bytes:
         ) from None
 
 
+@dataclasses.dataclass(frozen=True)
 class TensorWriter:
-    """The files of a folder, open for writing in a `with` block; several processes may have them open."""
+    """The files of a folder, open for writing: for each tensor the descriptor of its file, and its place there."""
 
-    def __init__(self, folder: File, plan: TensorFiles):
-        self._folder, self._plan = folder, plan
-        self._descriptors: list[int] = []
-        self._places: dict[str, tuple[int, Tensor]] = {}
+    places: Mapping[str, tuple[int, Tensor]]
 
     def write(self, name: str, box: Box, data: np.ndarray) -> None:
         """Writes a box of a tensor."""
-        safetensors.write_box(*self._places[name], box, data)
+        safetensors.write_box(*self.places[name], box, data)
 
-    def __enter__(self) -> Self:
-        try:
-            for name, (first, tensors) in self._plan.files.items():
-                descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                self._descriptors.append(descriptor)
-                os.ftruncate(descriptor, len(first) + sum(tensor.nbytes for tensor in tensors))
-                safetensors.transfer(os.pwritev, descriptor, memoryview(first), 0, None)
-                self._places |= {tensor.name: (descriptor, tensor) for tensor in tensors}
-        except BaseException as error:
-            self.__exit__(type(error))
-            raise
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Closes the files. If the block has not failed, first makes them survive a crash of the machine."""
-        with contextlib.ExitStack() as closing:
-            for descriptor in self._descriptors:
-                closing.callback(os.close, descriptor)
-            for descriptor in self._descriptors if kind is None else ():
-                os.fsync(descriptor)
+@contextlib.contextmanager
+def writing(folder: File, plan: TensorFiles) -> Iterator[TensorWriter]:
+    """Opens the files of a folder in a `with` block; several processes may have them open. If the block does not fail,
+    the files survive a crash of the machine.
+    """
+    places, descriptors = dict[str, tuple[int, Tensor]](), []
+    with contextlib.ExitStack() as closing:
+        for name, (first, tensors) in plan.files.items():
+            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            closing.callback(os.close, descriptor)
+            descriptors.append(descriptor)
+            os.ftruncate(descriptor, len(first) + sum(tensor.nbytes for tensor in tensors))
+            safetensors.transfer(os.pwritev, descriptor, memoryview(first), 0, None)
+            places |= {tensor.name: (descriptor, tensor) for tensor in tensors}
+        yield TensorWriter(places)
+        for descriptor in descriptors:
+            os.fsync(descriptor)
 
 
 def plan_folder(arrays: Iterable[Leaf], target: TensorTarget) -> TensorFiles:

@@ -137,7 +137,7 @@ def test_a_dtype_without_infinity_is_not_filled_with_its_largest_value(tmp_path,
 def test_what_a_checkpoint_cannot_hold_is_told_before_anything_is_written(tmp_path, capsys):
     plan = tensor_files.plan_files([("none", np.dtype(np.float32), (0, 4)), ("w", np.dtype(np.float32), (4,))])
     (source := tmp_path / "source").mkdir()
-    with tensor_files.TensorWriter(source, plan) as writer:
+    with tensor_files.writing(source, plan) as writer:
         writer.write("w", Box.whole((4,)), np.arange(4, dtype=np.float32))
     assert main(["convert", str(source), str(tmp_path / "target")]) == 1
     text = "none: float32[0,4] has no elements, and Orbax stores no empty arrays"

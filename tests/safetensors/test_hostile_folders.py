@@ -158,13 +158,13 @@ def test_a_folder_that_cannot_be_begun_leaves_no_file_open_and_half_a_header_is_
     plan = tensor_files.plan_files([(f"w{i}", np.dtype(np.float32), (64,)) for i in range(3)], file_nbytes=256)
     count = len(os.listdir("/proc/self/fd"))
     (tmp_path / "model-00003-of-00003.safetensors").mkdir()
-    with pytest.raises(IsADirectoryError), tensor_files.TensorWriter(tmp_path, plan):
+    with pytest.raises(IsADirectoryError), tensor_files.writing(tmp_path, plan):
         pass
     assert len(os.listdir("/proc/self/fd")) == count
     write = os.pwritev  # the system may write less than it is given
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: write(fd, [buffers[0][:5]], offset))
     (tmp_path / "whole").mkdir()
-    with tensor_files.TensorWriter(tmp_path / "whole", plan) as writer:
+    with tensor_files.writing(tmp_path / "whole", plan) as writer:
         for i in range(3):
             writer.write(f"w{i}", Box.whole((64,)), random((64,), seed=i))
     for i in range(3):
