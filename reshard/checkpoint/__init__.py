@@ -30,7 +30,7 @@ from reshard.checkpoint.tensors import TensorFormat, as_wanted, save_tensors
 from reshard.edits.mapping import Mapping
 from reshard.sizes import threshold_nbytes
 from reshard.storage.arrays import IN_FLIGHT_NBYTES, Reads
-from reshard.storage.finder import find_by_path
+from reshard.storage.finder import find
 from reshard.storage.stored import absolute, check_target
 from scheduler.base.texts import a, human
 from scheduler.base.waiting import waiting
@@ -155,7 +155,7 @@ def restore(
     with ledger.during(ledger.CHECKPOINT):
         requests, treedef = requests_of(like, shardings)
         with compared_restore(path, requests) as found:
-            found.append(find_by_path(path))
+            found.append(find(path, by_path=True))
             checkpoint = as_wanted(found[0], mapping, requests)
             stored = leaves_by_name(checkpoint)
             check_fit(requests, checkpoint.folder, stored, partial)

@@ -1,9 +1,7 @@
 """Finds a checkpoint: a folder that Orbax wrote, a step or item of a `CheckpointManager`, or a Hugging Face folder."""
 
-import contextlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path as File
 
 from mpmd.errors import ReshardError
@@ -20,49 +18,35 @@ class MissingCheckpoint(ReshardError, FileNotFoundError):
     """There is no checkpoint, or no finished one."""
 
 
-def find(folder: str | os.PathLike[str], step: int | None = None, item: str | None = None) -> Checkpoint:
+def find(
+    folder: str | os.PathLike[str], step: int | None = None, item: str | None = None, *, by_path: bool = False
+) -> Checkpoint:
     """Opens a checkpoint folder, a folder of a `CheckpointManager` (its latest step), or one of its steps.
 
     Args:
         folder: the folder that was passed to `save`, or to the manager.
         step: which step, if it is a manager's folder.
         item: which of a step's items, if there are several trees.
+        by_path: whether the path names the checkpoint: no step is chosen, and what is unfinished is none.
 
     Raises:
-        ReshardError: the folder is none of these, is unfinished, or its metadata cannot be read; names the folder.
+        MissingCheckpoint: there is no finished checkpoint; lists what the folder has.
+        ReshardError: it has no such step or item, or its metadata cannot be read; names the folder.
     """
     path = _without_links(folder)
-    with _readable(path):
+    try:
         if is_folder(path):
             if step is not None or item is not None:
                 raise ReshardError(f"{path} holds safetensors: it has neither steps nor items.")
             return open_folder(path)
-        return open_tree(*_find(path, step, item, by_path=False))
-
-
-def find_by_path(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Opens the checkpoint that a path names, without a choice of steps.
-
-    Raises:
-        MissingCheckpoint: there is no finished checkpoint; lists what the folder has.
-        ReshardError: its metadata cannot be read.
-    """
-    path = _without_links(folder)
-    with _readable(path):
-        if is_folder(path):
-            return open_folder(path)
-        found = _find(path, None, None, by_path=True)
+        found = _find(path, step, item, by_path)
         try:
             return open_tree(*found)
         except ReshardError as error:
+            if not by_path:
+                raise
             raise ReshardError(f"the checkpoint at {found[0]} is damaged: {said(error)}") from error
-
-
-@contextlib.contextmanager
-def _readable(path: File) -> Iterator[None]:
-    try:
-        yield
-    except ReshardError:
+    except ReshardError:  # which may be a FileNotFoundError
         raise
     except OSError as error:
         raise ReshardError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None

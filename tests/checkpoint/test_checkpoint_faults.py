@@ -700,7 +700,7 @@ def test_a_link_that_is_replaced_while_its_folder_is_read_mixes_no_versions(tmp_
         save(tmp_path / name, {"w": np.zeros(4, np.float32)}, tensors=TensorFormat())
     latest, after = tmp_path / "latest", tmp_path / "after"
     latest.symlink_to("1")
-    found = [finder.find(latest), finder.find_by_path(latest)]
+    found = [finder.find(latest), finder.find(latest, by_path=True)]
     after.symlink_to("2")
     after.replace(latest)
     assert [checkpoint.folder for checkpoint in found] == [tmp_path.resolve() / "1"] * 2
