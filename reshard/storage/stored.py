@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as File
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import jax
@@ -29,8 +29,6 @@ from reshard.storage.arrays import HeldArray, Reads, StoredArray, ZarrArray
 from reshard.storage.paths import Key, Path, dotted, show
 from scheduler.base.files import parse_json, read_text
 from scheduler.base.texts import type_text
-
-T = TypeVar("T")
 
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 EMPTY_TYPES = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}
@@ -347,15 +345,11 @@ async def _with_headers(checkpoint: Checkpoint) -> list[Leaf]:
 
 async def all_of(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
     """Waits for all of them even if one fails, so that nothing is still under way when the error is handled."""
-    results = await asyncio.gather(*map(_awaited, awaitables), return_exceptions=True)
+    results = await asyncio.gather(*awaitables, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result
     return results
-
-
-async def _awaited(awaitable: Awaitable[T]) -> T:
-    return await awaitable
 
 
 def said(error: BaseException) -> str:
