@@ -6,7 +6,9 @@ that are only names, which `NamedSharding`, `MpmdMesh` and `MpmdSharding` take l
 
 import dataclasses
 import math
+import types
 from collections.abc import Hashable, Mapping, Sequence
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -19,16 +21,6 @@ from scheduler.base.texts import counted
 _ALIGNMENT = 64
 
 
-class _NoClient:
-    """The runtime of devices that do not exist: this process is none of its processes."""
-
-    def process_index(self) -> int:
-        return -1
-
-
-_NO_CLIENT = _NoClient()
-
-
 @dataclasses.dataclass(frozen=True)
 class DescribedDevice:
     """A device that is used in plans and never touched."""
@@ -38,10 +30,7 @@ class DescribedDevice:
     host: int
     platform: str = "gpu"
     device_kind: str = "described"
-
-    @property
-    def client(self) -> _NoClient:
-        return _NO_CLIENT
+    client: ClassVar = types.SimpleNamespace(process_index=lambda: -1)  # a runtime that this process is not in
 
     def __repr__(self) -> str:
         return f"DescribedDevice({self.id}, host {self.host})"
