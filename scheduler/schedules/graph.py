@@ -92,77 +92,62 @@ class GraphSchedule(Schedule):
     def orders(self, num_microbatches: int) -> Orders:
         check_count("GraphSchedule", "num_microbatches", num_microbatches)
         most = longest_paths(self.reads) if self.rule == "1f1b" else [num_microbatches] * self.num_stages
-        return _GraphOrders(self, num_microbatches, most).run()
+        return _orders(self, num_microbatches, most)
 
 
-class _GraphOrders:
-    """Orders under construction."""
+def _orders(schedule: GraphSchedule, num_microbatches: int, most: Sequence[int]) -> Orders:
+    """Finds the orders on a clock.
 
-    def __init__(self, schedule: GraphSchedule, num_microbatches: int, most: Sequence[int]) -> None:
-        self.schedule = schedule
-        self.num_microbatches = num_microbatches
-        self.most = most
-        self.ticks = _ticks(schedule.costs or Costs(), schedule.num_stages)
-        self.next: dict[Kind, list[int]] = {kind: [0] * schedule.num_stages for kind in self.ticks}  # Whose turn it is
-        self.ends: dict[Task, int] = {}  # When each task that has run ended
-        self.needs = graph_needs(schedule.reads, schedule.num_stages)
-        self.stages: list[list[int]] = [[] for _ in range(schedule.num_groups)]
-        for stage, group in enumerate(schedule.placement):
-            self.stages[group].append(stage)
+    Each entry of the heap is a group at a time at which something may have become ready for it: its own last end, or
+    the end of another group's task. A task adds at most as many entries as there are groups, so it ends.
 
-    def run(self) -> Orders:
-        """Returns the orders.
+    Args:
+        most: For each stage, how many microbatches it may have started and not finished.
+    """
+    place, reads, num_groups = schedule.placement, schedule.reads, schedule.num_groups
+    ticks, needs_of = _ticks(schedule.costs or Costs(), schedule.num_stages), graph_needs(reads, schedule.num_stages)
+    turn: dict[Kind, list[int]] = {kind: [0] * schedule.num_stages for kind in ticks}  # the next microbatch
+    ends: dict[Task, int] = {}  # when each task that has run ended
+    stages_of = [[stage for stage, owner in enumerate(place) if owner == group] for group in range(num_groups)]
+    # For each stage, the groups that may wait for one of its tasks, its own among them.
+    neighbours = enumerate(zip(reads, readers_of(reads), strict=True))
+    waiting = [{place[one] for one in (stage, *before, *after)} for stage, (before, after) in neighbours]
 
-        Each entry of the heap is a group at a time at which something may have become ready for it: its own last end,
-        or the end of another group's task. A task adds at most as many entries as there are groups, so it ends.
-        """
-        groups = range(self.schedule.num_groups)
-        orders: list[list[Task]] = [[] for _ in groups]
-        free_at = [0] * len(orders)
-        heap = [(0, group) for group in groups]
-        readers = self._groups_that_wait()
-        while heap:
-            now, group = heappop(heap)
-            if now < free_at[group] or (task := self._ready(group, now)) is None:
-                continue
-            self.next[task.kind][task.stage] += 1
-            orders[group].append(task)
-            self.ends[task] = free_at[group] = end = now + self.ticks[task.kind][task.stage]
-            for one in readers[task.stage]:
-                heappush(heap, (end, one))
-        assert len(self.ends) == 2 * self.schedule.num_stages * self.num_microbatches
-        return tuple(map(tuple, orders))
+    def next_task(stage: int, kind: Kind, now: int) -> Task | None:
+        task = Task(stage, kind, turn[kind][stage])
+        if task.microbatch == num_microbatches:
+            return None
+        if kind == "F" and task.microbatch - turn["B"][stage] >= most[stage]:
+            return None
+        needs = (need for need in needs_of(task) if need.kind in ticks)
+        return task if all(ends.get(need, now + 1) <= now for need in needs) else None
 
-    def _groups_that_wait(self) -> list[set[int]]:
-        """Returns, for each stage, the groups that may wait for one of its tasks, its own among them."""
-        place, reads = self.schedule.placement, self.schedule.reads
-        pairs = zip(reads, readers_of(reads), strict=True)
-        return [
-            {place[stage], *(place[one] for one in (*before, *after))} for stage, (before, after) in enumerate(pairs)
-        ]
+    def rank(task: Task) -> tuple[int, bool, int, int]:
+        work = ticks["F"][task.stage] + ticks["B"][task.stage]
+        return work, task.kind == "F", task.microbatch, -task.stage
 
-    def _ready(self, group: int, now: int) -> Task | None:
+    def chosen(group: int, now: int) -> Task | None:
         """Returns the task that a free group runs, if any is ready; of equals, the last stage's."""
-        stages, ticks = self.stages[group], self.ticks
         kinds: tuple[Kind, ...] = ("F", "B")
-        if self.schedule.rule == "gpipe":
-            kinds = ("F",) if any(self.next["F"][stage] < self.num_microbatches for stage in stages) else ("B",)
-        ready = [task for stage in stages for kind in kinds if (task := self._next(stage, kind, now))]
+        if schedule.rule == "gpipe":
+            kinds = ("F",) if any(turn["F"][stage] < num_microbatches for stage in stages_of[group]) else ("B",)
+        ready = [task for stage in stages_of[group] for kind in kinds if (task := next_task(stage, kind, now))]
+        return min(ready, key=rank, default=None)
 
-        def key(task: Task) -> tuple[int, bool, int, int]:
-            work = ticks["F"][task.stage] + ticks["B"][task.stage]
-            return work, task.kind == "F", task.microbatch, -task.stage
-
-        return min(ready, key=key, default=None)
-
-    def _next(self, stage: int, kind: Kind, now: int) -> Task | None:
-        task = Task(stage, kind, self.next[kind][stage])
-        if task.microbatch == self.num_microbatches:
-            return None
-        if kind == "F" and task.microbatch - self.next["B"][stage] >= self.most[stage]:
-            return None
-        needs = self.needs(task)
-        return task if all(self.ends.get(need, now + 1) <= now for need in needs if need.kind in self.ticks) else None
+    orders: list[list[Task]] = [[] for _ in range(num_groups)]
+    free_at = [0] * num_groups
+    heap = [(0, group) for group in range(num_groups)]
+    while heap:
+        now, group = heappop(heap)
+        if now < free_at[group] or (task := chosen(group, now)) is None:
+            continue
+        turn[task.kind][task.stage] += 1
+        orders[group].append(task)
+        ends[task] = free_at[group] = end = now + ticks[task.kind][task.stage]
+        for one in waiting[task.stage]:
+            heappush(heap, (end, one))
+    assert len(ends) == 2 * schedule.num_stages * num_microbatches
+    return tuple(map(tuple, orders))
 
 
 def _ticks(costs: Costs, num_stages: int) -> dict[Kind, list[int]]:
