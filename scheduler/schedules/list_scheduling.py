@@ -88,14 +88,6 @@ class Ranking:
     noise: dict[Kind, Sequence[float]] = field(default_factory=dict)
 
 
-def list_schedule(problem: Problem, ranking: Ranking, prefix: Orders = ()) -> Orders | None:
-    """Returns orders of F, I and W by a ranking, each stage's microbatches in order; None if memory does not suffice.
-
-    Linear in tasks, times the number of stages in a group. With ``prefix``, groups first run those tasks.
-    """
-    return _Listing(problem, ranking, prefix).run()
-
-
 @dataclass(slots=True, eq=False)
 class _Lane:
     """A stage's tasks of one kind, one for each microbatch in turn.
@@ -119,49 +111,30 @@ class _Lane:
     results: "tuple[_Lane, Sequence[float], int] | None" = None
 
 
-class _Listing:
-    """Orders under construction: how far each lane is, and when each group is free."""
+def list_schedule(problem: Problem, ranking: Ranking, prefix: Orders = ()) -> Orders | None:
+    """Returns orders of F, I and W by a ranking, each stage's microbatches in order; None if memory does not suffice.
 
-    def __init__(self, problem: Problem, ranking: Ranking, prefix: Orders) -> None:
-        num_groups = problem.num_groups
-        self.problem = problem
-        self.ranking = ranking
-        self.prefix = prefix
-        self.by_stage = _lanes(problem, ranking)
-        self.lanes = [
-            [lane for s in problem.stages_of(group) for lane in self.by_stage[s]] for group in range(num_groups)
-        ]
-        self.limit = [problem.limit(group) + _SLACK for group in range(num_groups)]
-        self.live, self.free_at = [0.0] * num_groups, [0.0] * num_groups
-        self.orders: list[list[Task]] = [[] for _ in range(num_groups)]
-        self.heap = [(0.0, group) for group in range(num_groups)]
+    Linear in tasks, times the number of stages in a group. With ``prefix``, groups first run those tasks.
+    """
+    groups, by_stage = range(problem.num_groups), _lanes(problem, ranking)
+    lanes_of = [[lane for s in problem.stages_of(group) for lane in by_stage[s]] for group in groups]
+    limits = [problem.limit(group) + _SLACK for group in groups]
+    live, free_at = [0.0] * len(groups), [0.0] * len(groups)
+    orders: list[list[Task]] = [[] for _ in groups]
+    heap = [(0.0, group) for group in groups]
 
-    def run(self) -> Orders | None:
-        heap, free_at = self.heap, self.free_at
-        while heap:
-            now, group = heappop(heap)
-            if now < free_at[group]:
-                continue
-            lane, wake = self._choose(group, now)
-            if lane is not None:
-                self._take(lane, group, now)
-            elif wake < math.inf:
-                heappush(heap, (wake, group))
-        complete = all(lane.next == self.problem.num_microbatches for lanes in self.by_stage for lane in lanes)
-        return tuple(map(tuple, self.orders)) if complete else None
-
-    def _choose(self, group: int, now: float) -> tuple[_Lane | None, float]:
+    def choose(group: int, now: float) -> tuple[_Lane | None, float]:
         """Returns the lane of the task that a free group runs next; if there is none, when there may be one."""
-        lanes, live, limit, pace = self.lanes[group], self.live[group], self.limit[group], self.ranking.pace
-        horizon = now + self.ranking.patience
-        if self.prefix and len(self.orders[group]) < len(self.prefix[group]):
-            only = self.prefix[group][len(self.orders[group])]
-            lanes, live = [self.by_stage[only.stage][_KINDS.index(only.kind)]], -math.inf
+        lanes, held, limit, pace = lanes_of[group], live[group], limits[group], ranking.pace
+        horizon = now + ranking.patience
+        if prefix and len(orders[group]) < len(prefix[group]):
+            only = prefix[group][len(orders[group])]
+            lanes, held = [by_stage[only.stage][_KINDS.index(only.kind)]], -math.inf
         wake = best = math.inf
         chosen = None
         for lane in lanes:
             microbatch = lane.next
-            if microbatch >= lane.open or live + lane.room[microbatch] > limit:
+            if microbatch >= lane.open or held + lane.room[microbatch] > limit:
                 continue
             ready = lane.ready[microbatch]
             if ready > horizon:
@@ -175,24 +148,35 @@ class _Listing:
                 best, chosen = key, lane
         return chosen, wake
 
-    def _take(self, lane: _Lane, group: int, now: float) -> None:
+    def take(lane: _Lane, group: int, now: float) -> None:
         """Runs the next task of a lane, and wakes the groups that wait for its result."""
         microbatch = lane.next
         start = max(now, lane.ready[microbatch])
-        end = start + lane.seconds[microbatch]
+        free_at[group] = end = start + lane.seconds[microbatch]
         lane.next += 1
-        self.live[group] += lane.holds[microbatch]
-        self.free_at[group] = end
-        self.orders[group].append(Task(lane.stage, lane.kind, microbatch))
-        heappush(self.heap, (end, group))
+        live[group] += lane.holds[microbatch]
+        orders[group].append(Task(lane.stage, lane.kind, microbatch))
+        heappush(heap, (end, group))
         if lane.follower is not None:
             lane.follower.open += 1
         if lane.results is not None:
             there, seconds, to_group = lane.results
             there.ready[microbatch] = arrival = end + seconds[microbatch]
-            heappush(self.heap, (arrival, to_group))
-        if lane.kind == "F" and not lane.stage and self.ranking.burst <= microbatch < len(lane.ready) - 1:
-            lane.ready[microbatch + 1] = start + self.ranking.interval
+            heappush(heap, (arrival, to_group))
+        if lane.kind == "F" and not lane.stage and ranking.burst <= microbatch < len(lane.ready) - 1:
+            lane.ready[microbatch + 1] = start + ranking.interval
+
+    while heap:
+        now, group = heappop(heap)
+        if now < free_at[group]:
+            continue
+        lane, wake = choose(group, now)
+        if lane is not None:
+            take(lane, group, now)
+        elif wake < math.inf:
+            heappush(heap, (wake, group))
+    complete = all(lane.next == problem.num_microbatches for lanes in by_stage for lane in lanes)
+    return tuple(map(tuple, orders)) if complete else None
 
 
 def _lanes(problem: Problem, ranking: Ranking) -> list[tuple[_Lane, _Lane, _Lane]]:
