@@ -27,94 +27,84 @@ def merge(program: Program, groups: Collection[int] | None = None) -> tuple[Grou
     Raises:
         ScheduleError: The program deadlocks, or sends and receives do not match (:func:`check` shows why).
     """
-    walk = _Merge(program, set(range(program.num_groups) if groups is None else groups))
     with without_collection():
-        walk.run()
-    if blocked(walk.position, program.groups):
+        steps, position = _on_clock(program, set(range(program.num_groups) if groups is None else groups))
+    if blocked(position, program.groups):
         raise ScheduleError("merge: the program deadlocks; check(program) says where.")
-    return tuple(walk.steps)
+    return tuple(steps)
 
 
 def positions(program: Program) -> list[int]:
     """Returns how many of its instructions each group reaches on that clock: not all, if the program deadlocks."""
-    walk = _Merge(program, ())
-    walk.run()
-    return walk.position
+    return _on_clock(program, ())[1]
 
 
-class _Merge:
-    """The program on a clock.
+def _on_clock(program: Program, wanted: Collection[int]) -> tuple[list[GroupInstruction], list[int]]:
+    """Runs a program on the clock to its end, or until all groups that are left wait.
 
     A Send waits from the moment its value exists, a Recv from the moment its group has started all work before it. Once
     both wait, they happen together.
+
+    Returns:
+        The instructions of the wanted groups that have happened, and how many of its instructions each group reaches.
     """
+    groups, num_groups = program.groups, program.num_groups
+    steps: list[GroupInstruction] = []
+    position = [0] * num_groups
+    issued = [0] * num_groups  # When the group started its last instruction
+    free_at = [0] * num_groups  # When the group's devices have finished that instruction
+    received_at = [-1] * num_groups  # When the group last received a value
+    waiting: dict[int, Transfer] = {}  # For each group that waits for another in a transfer, the transfer
+    heap: list[tuple[int, int, int]] = []  # Next instructions: time, rank among those of the same time, group
 
-    def __init__(self, program: Program, wanted: Collection[int]) -> None:
-        self.groups = program.groups
-        self.wanted = wanted  # The groups whose instructions are kept
-        self.steps: list[GroupInstruction] = []  # The instructions that have happened, each with its group
-        self.position = [0] * program.num_groups  # For each group, its next instruction
-        self.issued = [0] * program.num_groups  # When the group started its last instruction
-        self.free_at = [0] * program.num_groups  # When the group's devices have finished that instruction
-        self.received_at = [-1] * program.num_groups  # When the group last received a value
-        self.waiting: dict[int, Transfer] = {}  # For each group that waits for another in a transfer, the transfer
-        self.heap: list[tuple[int, int, int]] = []  # Next instructions: time, rank among those of the same time, group
-
-    def run(self) -> None:
-        """Runs the program to its end, or until all groups that are left wait."""
-        for group in range(len(self.groups)):
-            self._queue(group)
-        heap, groups, position = self.heap, self.groups, self.position
-        while heap:
-            time, _, group = heappop(heap)
-            instruction = groups[group][position[group]]
-            if isinstance(instruction, TRANSFERS):
-                self._meet(group, instruction, time)
-            else:
-                self._happen(group, time, duration(instruction))
-                self._queue(group)
-
-    def _queue(self, group: int) -> None:
+    def queue(group: int) -> None:
         """Queues the group's next instruction; frees happen at once."""
-        instructions, at = self.groups[group], self.position[group]
+        instructions, at = groups[group], position[group]
         while at < len(instructions) and type(instructions[at]) is Free:
-            if group in self.wanted:
-                self.steps.append((group, instructions[at]))
+            if group in wanted:
+                steps.append((group, instructions[at]))
             at += 1
-        self.position[group] = at
+        position[group] = at
         if at == len(instructions):
             return
         kind = type(instructions[at])
         if kind is Recv:
-            heappush(self.heap, (self.issued[group], 0, group))
+            heappush(heap, (issued[group], 0, group))
         elif kind is Send:
-            heappush(self.heap, (self.free_at[group], 0, group))
+            heappush(heap, (free_at[group], 0, group))
         else:
-            waits = self.received_at[group] == self.free_at[group]
-            heappush(self.heap, (self.free_at[group], 2 if waits else 1, group))
+            heappush(heap, (free_at[group], 2 if received_at[group] == free_at[group] else 1, group))
 
-    def _meet(self, group: int, mine: Send | Recv, time: int) -> None:
-        """Brings one side of a transfer: it waits for the other, or both happen."""
-        transfer = Transfer.of(group, mine)
+    def happen(group: int, time: int, takes: int = 0) -> None:
+        if group in wanted:
+            steps.append((group, groups[group][position[group]]))
+        position[group] += 1
+        issued[group] = time
+        if time + takes > free_at[group]:
+            free_at[group] = time + takes
+
+    for group in range(num_groups):
+        queue(group)
+    while heap:
+        time, _, group = heappop(heap)
+        instruction = groups[group][position[group]]
+        if not isinstance(instruction, TRANSFERS):
+            happen(group, time, duration(instruction))
+            queue(group)
+            continue
+        transfer = Transfer.of(group, instruction)
         _, source, target = transfer
         other = target if source == group else source
-        if self.waiting.get(other) != transfer:
-            self.waiting[group] = transfer
-            return
-        del self.waiting[other]
+        if waiting.get(other) != transfer:
+            waiting[group] = transfer
+            continue
+        del waiting[other]
         for side in (source, target):
-            self._happen(side, time)
-        self.received_at[target] = time
+            happen(side, time)
+        received_at[target] = time
         for side in (source, target):
-            self._queue(side)
-
-    def _happen(self, group: int, time: int, takes: int = 0) -> None:
-        if group in self.wanted:
-            self.steps.append((group, self.groups[group][self.position[group]]))
-        self.position[group] += 1
-        self.issued[group] = time
-        if time + takes > self.free_at[group]:
-            self.free_at[group] = time + takes
+            queue(side)
+    return steps, position
 
 
 def duration(instruction: Instruction) -> int:
