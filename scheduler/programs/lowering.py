@@ -131,10 +131,9 @@ class _Flows:
 
     def __init__(self, units: TaskUnits) -> None:
         self.units = units
-        self.edges = units.graph.edges
-        self.values: dict[int, list[Value]] = {}
+        self.values = [[Value(edge.name, m) for m in range(units.num_microbatches)] for edge in units.edges]
         self.edges_at: dict[Slot, list[int]] = {}
-        for number, edge in enumerate(self.edges):
+        for number, edge in enumerate(units.edges):
             for end in {edge.producer, *edge.consumers}:
                 self.edges_at.setdefault(end, []).append(number)
         self.flows: dict[Slot | Shape, _UnitValues] = {}
@@ -156,25 +155,14 @@ class _Flows:
         flow = _UnitValues([], [])
         touched = {(number, which) for slot, which in shape.slots for number in self.edges_at.get(slot, ())}
         for number, which in sorted(touched):
-            edge = self.edges[number]
-            if not self._is_done(edge.producer):
-                continue
+            edge, values = self.units.edges[number], self.values[number]
             mine = {slot for slot, one in shape.slots if one == which}
-            others = [slot for slot in edge.consumers if slot not in mine and self._is_done(slot)]
+            others = [slot for slot in edge.consumers if slot not in mine]
             here = [slot for slot in others if placement[slot[0]] == group]
             if edge.producer in mine:
                 if others:
                     away = {placement[slot[0]] for slot in others} - {group}
-                    flow.writes.append((self._values(number), which, sorted(away), bool(here)))
-            elif any(slot in mine and self._is_done(slot) for slot in edge.consumers):
-                flow.reads.append((self._values(number), which, [self.units.unit_of[slot] for slot in here]))
+                    flow.writes.append((values, which, sorted(away), bool(here)))
+            elif not mine.isdisjoint(edge.consumers):
+                flow.reads.append((values, which, [self.units.unit_of[slot] for slot in here]))
         return flow
-
-    def _values(self, number: int) -> list[Value]:
-        if number not in self.values:
-            name = self.edges[number].name
-            self.values[number] = [Value(name, microbatch) for microbatch in range(self.units.num_microbatches)]
-        return self.values[number]
-
-    def _is_done(self, slot: Slot) -> bool:
-        return slot in self.units.unit_of and slot not in self.units.graph.empty

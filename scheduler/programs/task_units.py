@@ -65,6 +65,13 @@ class TaskUnits:
                 "lower: pairs to be fused",
                 [f"{a} and {b} are not neighbours in an order" for a, b in sorted(set(pairs) - together)],
             )
+        working = self.unit_of.keys() - task_graph.empty
+        # The edges of the graph, without tasks that are not there or do nothing.
+        self.edges = [
+            edge._replace(consumers=tuple(end for end in edge.consumers if end in working))
+            for edge in task_graph.edges
+            if edge.producer in working
+        ]
         self._sources = self._units_read()
 
     def _numbers(self) -> dict[Slot, array[int]] | None:
@@ -85,12 +92,10 @@ class TaskUnits:
 
     def _units_read(self) -> dict[tuple[int, str], list[array[int]]]:
         """Returns, by stage and kind of task and then microbatch, the units that make its inputs, perhaps its own."""
-        working = self.unit_of.keys() - self.graph.empty
         producers: dict[Slot, set[Slot]] = defaultdict(set)
-        for edge in self.graph.edges:
-            for end in edge.consumers if edge.producer in working else ():
-                if end in working:
-                    producers[end].add(edge.producer)
+        for edge in self.edges:
+            for end in edge.consumers:
+                producers[end].add(edge.producer)
         return {
             (stage, kind): [self.unit_of[slot] for slot in set().union(*(producers[stage, part] for part in parts))]
             for stage in range(self.graph.num_stages)
