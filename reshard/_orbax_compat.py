@@ -25,14 +25,12 @@ except ImportError as error:
     ) from error
 
 
-def optional(name: str, *modules: str) -> Any:
-    """Returns an object of Orbax from the first of these modules that has it; None if the release has it nowhere."""
-    for module in modules:
-        try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            continue
-    return None
+def optional(name: str, module: str) -> Any:
+    """Returns an object of one of Orbax's modules; None if the release lacks it."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
 
 
 def in_v1(module: str) -> Any:
