@@ -205,7 +205,8 @@ def convert(
     copier = Copier(conversion.tree.stored, conversion.copy, progress, should_stop)
     if verify:
         event_loops.run(copier.check_source())
-    with _write_errors(conversion), working.removed_on_error():
+    with _write_errors(conversion), contextlib.ExitStack() as at_error:
+        at_error.callback(working.remove)
         _write(conversion, working.folder, copier)
         copied = dataclasses.replace(copier.stats)
         if verify:
@@ -213,6 +214,7 @@ def convert(
         _check_target(conversion.target, conversion.tree.folder, conversion.tree.folder)
         if code := working.rename(lasting=True):
             raise OSError(code, os.strerror(code))
+        at_error.pop_all()
     return copied
 
 

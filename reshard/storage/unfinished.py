@@ -6,7 +6,6 @@ import glob
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path as File
 
 
@@ -50,12 +49,3 @@ class UnfinishedFolder:
                 os.fsync(descriptor)
             os.close(descriptor)
         return 0
-
-    @contextlib.contextmanager
-    def removed_on_error(self) -> Iterator[None]:
-        """Removes the folder if the block fails or is interrupted."""
-        try:
-            yield
-        except BaseException:
-            self.remove()
-            raise
