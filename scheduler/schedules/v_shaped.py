@@ -33,16 +33,23 @@ class _OrderBuilder:
         self.num_microbatches = num_microbatches
         self.order: list[Task] = []
         self.count: dict[tuple[Kind, int], int] = {(kind, leg): 0 for kind in ("F", "I") for leg in (0, 1)}
-        self.live = 0
         self.waiting: deque[Task] = deque()
 
     def left(self, kind: Kind, leg: int) -> int:
         """Returns how many microbatches of this kind are still to come."""
         return self.num_microbatches - self.count[kind, leg]
 
+    def warm_up(self, num_groups: int, group: int) -> None:
+        """Appends the forwards before the group's first gradient arrives: down, then down and up in turn."""
+        for _ in range(2 * (num_groups - 1 - group)):
+            self.forward(0)
+        for _ in range(group + 1):
+            self.forward(0)
+            self.forward(1)
+
     def forward(self, leg: int) -> None:
-        self._next("F", leg)
-        self.live += 1
+        if self.left("F", leg):
+            self._next("F", leg)
 
     def input_grad(self, leg: int) -> None:
         task = self._next("I", leg)
@@ -50,12 +57,10 @@ class _OrderBuilder:
 
     def backward(self, leg: int) -> None:
         self.order[-1] = self._next("I", leg)._replace(kind="B")
-        self.live -= 1
 
     def weight_grad(self) -> None:
         if self.waiting:
             self.order.append(self.waiting.popleft())
-            self.live -= 1
 
     def _next(self, kind: Kind, leg: int) -> Task:
         task = Task(self.stages[leg], kind, self.count[kind, leg])
@@ -105,10 +110,6 @@ class ZeroBubbleV(VSchedule):
         # With few microbatches memory is not full after the warmup, and these weight gradients can wait.
         postponed = max(0, 2 * p - 1 - group - num_microbatches)
 
-        def forward(leg: int) -> None:
-            if build.left("F", leg):
-                build.forward(leg)
-
         def backward(leg: int) -> None:
             nonlocal postponed
             if build.left("I", leg):
@@ -118,19 +119,15 @@ class ZeroBubbleV(VSchedule):
                 else:
                     build.weight_grad()
 
-        for _ in range(2 * (p - 1 - group)):
-            forward(0)
-        for _ in range(group + 1):
-            forward(0)
-            forward(1)
+        build.warm_up(p, group)
         for _ in range(p - 1 - group):
             backward(1)
-            forward(1)
+            build.forward(1)
         while build.left("F", 1):
             backward(1)
-            forward(0)
+            build.forward(0)
             backward(0)
-            forward(1)
+            build.forward(1)
         backward(1)
         while build.left("I", 0):
             build.input_grad(0)
@@ -199,11 +196,7 @@ class DualPipeV(VSchedule):
             if fuse:
                 pairs.append((build.order[-2], build.order[-1]))
 
-        for _ in range(2 * (p - 1 - group)):
-            build.forward(0)
-        for _ in range(group + 1):
-            build.forward(0)
-            build.forward(1)
+        build.warm_up(p, group)
         for _ in range(p - 1 - group):
             build.input_grad(1)
             build.weight_grad()
