@@ -17,7 +17,7 @@ from mpmd.job.job import Job
 from mpmd.observe import ledger
 from mpmd.pytrees import PyTree, TreeDef
 from mpmd.resilience import keepers, layout
-from mpmd.resilience.copies import say
+from mpmd.resilience.copies import Copies, say
 from mpmd.resilience.meeting import NUMBERS, Meeting
 from mpmd.resilience.notice import Notice
 from mpmd.resilience.ranks import JobRanks, OnlyRank, Ranks

@@ -390,7 +390,9 @@ def test_a_subscriber_follows_a_publisher_that_begins_anew_after_a_loss(monkeypa
     publishing._published[address][1]["policy"]._wait_until_idle()
     for policy, wait in ((polls, False), (waits, True)):
         assert said(lambda policy=policy, wait=wait: policy.receive(wait=wait)).endswith("closed by its sender.")
-        tree, version = policy.receive(wait=wait)
+        found = policy.receive(wait=wait)
+        assert found is not None
+        tree, version = found
         assert version == 3 and np.array_equal(mpmd.device_get(tree["w0"]), mpmd.device_get(weights(3.0)["w0"]))
     assert not old.shelf._versions
 
