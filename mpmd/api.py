@@ -7,6 +7,7 @@ Each stage can be printed and inspected. Calling the decorated step runs through
 
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Required, TypedDict, TypeVar, Unpack, overload
@@ -189,6 +190,7 @@ class Jitted:
         self._roles = roles
         self._audit_every = audit_every
         self._cache: _Made[Compiled] = _Made()
+        self._locks: dict[Hashable, threading.RLock] = {}  # held while a step is compiled for arguments of a type
         self._traced: _Made[Traced] = _Made()
         self._wished: BoundedDict[Hashable, list[object]] = BoundedDict(_MOST_TYPES)
         self._lists: dict[lists.Path, set[type]] = {}  # arguments that are lists of microbatches
@@ -210,11 +212,17 @@ class Jitted:
         for compiled in self._cache.get(call.key, ()):
             if compiled._fits(call.leaves, call.wishes):
                 return compiled._run(call.leaves)
-        with joining.compiling(), without_collection():
-            traced = self._trace(call)
-            check_is_outside()
-            compiled = traced._lowered._compiled
-        self._cache[call.key].append(compiled)
+        if len(self._locks) > _MOST_TYPES:
+            self._locks.clear()
+        with self._locks.setdefault(call.key, threading.RLock()):
+            found = (c for c in self._cache.get(call.key, ()) if c._fits(call.leaves, call.wishes))
+            compiled = next(found, None)  # by another thread, meanwhile
+            if compiled is None:
+                with joining.compiling(), without_collection():
+                    traced = self._trace(call)
+                    check_is_outside()
+                    compiled = traced._lowered._compiled
+                self._cache[call.key].append(compiled)
         return compiled._run(call.leaves)
 
     def _bucketed_step(

@@ -146,7 +146,8 @@ class Buckets:
 
     def fits(self, call: CallArguments) -> bool:
         """Returns whether it can be called with these arguments, which are without the microbatches."""
-        return self._step is None or self._step.fits_apart(call.leaves, call.wishes)
+        step = self._step  # another thread may make all begin again
+        return step is None or step.fits_apart(call.leaves, call.wishes)
 
     def prepared(
         self, bucketing: Bucketing, leaves: Sequence[ArrayLike], xs: Sequence[MicrobatchList]
@@ -161,9 +162,9 @@ class Buckets:
                 # plan alike, so all begin again with this call's lists.
                 self._epoch, self._earlier, self._step, self._sums = epoch, self._step, None, _Summing.AT_THE_END
             self._add_all(bucketing, xs)
-        assert self._step is not None
-        order = tuple(tuple(numbers[types] for types in x.types) for numbers, x in zip(self._numbers, xs, strict=True))
-        return self._step, self._step.arguments(leaves, xs, order)
+            assert self._step is not None
+            orders = ([of[types] for types in x.types] for of, x in zip(self._numbers, xs, strict=True))
+            return self._step, self._step.arguments(leaves, xs, tuple(map(tuple, orders)))
 
     def _add_all(self, bucketing: Bucketing, xs: Sequence[MicrobatchList]) -> None:
         """Makes the steps for new shapes. If they add up gradients in different ways, all begin again with other sums.

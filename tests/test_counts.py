@@ -1,5 +1,6 @@
 """What must not happen twice: traces, compiles and moves; and what must: donation."""
 
+import concurrent.futures
 import contextlib
 import re
 
@@ -668,3 +669,11 @@ def test_the_program_and_its_texts_are_there_before_anything_runs():
     assert "0F0" in str(compiled.program)
     assert compiled.as_text()
     assert str(compiled.explain())
+
+
+def test_threads_that_call_a_step_for_the_first_time_compile_it_once():
+    step = mpmd.jit(lambda x: mpmd.mark_stage_end(x * 2) + 1, mpmd_mesh=shared_device(2))
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        for got in threads.map(lambda _: step(np.ones(3, np.float32)), range(6)):
+            np.testing.assert_array_equal(got, [3, 3, 3])
+    assert [len(steps) for steps in step._cache.values()] == [1]

@@ -25,6 +25,7 @@ from mpmd._jax_compat.arrays import (
     put,
     put_on_one_device,
     register_array_type,
+    row_major,
     shards,
     typed_as,
 )

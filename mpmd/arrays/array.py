@@ -68,7 +68,17 @@ class MpmdArray(ReadableArray):
         MpmdArray([0., 1., 2., 3.], float32[4], group 1 of 4, P('data',))
     """
 
-    __slots__ = ("_arrays", "_committed", "_dtype", "_gone", "_made_by", "_mpmd_sharding", "_shape", "_weak_type")
+    __slots__ = (
+        "__weakref__",
+        "_arrays",
+        "_committed",
+        "_dtype",
+        "_gone",
+        "_made_by",
+        "_mpmd_sharding",
+        "_shape",
+        "_weak_type",
+    )
 
     _arrays: dict[Any, jax.Array]  # by `Part.key`
     _mpmd_sharding: MpmdSharding
@@ -359,12 +369,16 @@ class MpmdArray(ReadableArray):
             begin = f"{name}: " if name else ""
             raise RuntimeError(f"{begin}{self!r} {what if self._gone == 'donated' else 'has been deleted'}.")
 
-    def _readable(self) -> jax.Array:
+    def _held(self) -> jax.Array:
         """Returns the array of the lowest local group; raises the user's error if this process has none."""
         self._check_not_gone()
         if not self._arrays:
             raise reading.unreadable(self, "no shard of it", self._mpmd_sharding.groups)
-        found = reading.joined(self, self._lowest_group()) if self._is_split else next(iter(self._arrays.values()))
+        return reading.joined(self, self._lowest_group()) if self._is_split else next(iter(self._arrays.values()))
+
+    def _readable(self) -> jax.Array:
+        """Returns `_held` as JAX computes with it."""
+        found = self._held()
         return found if not self._weak_type or found.weak_type else reading.as_weak(found)
 
     def _host_readable(self) -> jax.Array | np.ndarray:
@@ -386,13 +400,13 @@ class MpmdArray(ReadableArray):
     def copy_to_host_async(self) -> None:
         """Starts the copy to the host of the arrays that this process reads."""
         self._check_not_gone()
-        for array in self._arrays.values() if self._is_split else [self._readable()]:
+        for array in self._arrays.values() if self._is_split else [self._held()]:
             array.copy_to_host_async()
 
     def is_ready(self) -> bool:
         """Returns whether the arrays that this process reads have been computed."""
         self._check_not_gone()
-        arrays: Any = self._arrays.values() if self._is_split else [self._readable()]
+        arrays: Any = self._arrays.values() if self._is_split else [self._held()]
         return all(array.is_ready() for array in arrays)
 
     def _operands(self, other: object) -> tuple[jax.Array, object]:

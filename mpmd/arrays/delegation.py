@@ -16,6 +16,8 @@ choose clip compress conj conjugate copy_to_host_async cumprod cumsum diagonal d
 max mean min nonzero on_device_size_in_bytes platform prod ptp ravel real repeat reshape round searchsorted sort squeeze
 std sum swapaxes take to_device tobytes tolist trace traceback transpose unsafe_buffer_pointer var view
 """
+# They ask about memory or for values, for which a weak type makes no difference.
+_OF_HELD = set("format item on_device_size_in_bytes platform tobytes tolist traceback unsafe_buffer_pointer".split())
 _BETWEEN = """
 add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow rpow matmul rmatmul
 and rand or ror xor rxor lshift rlshift rshift rrshift eq ne lt le gt ge
@@ -24,7 +26,10 @@ and rand or ror xor rxor lshift rlshift rshift rrshift eq ne lt le gt ge
 
 def _delegated(name: str) -> property:
     """Returns an attribute that reads the same attribute of the held array."""
-    return property(lambda self: getattr(self._readable(), name), doc=f"As `jax.Array.{name}`, of what is held here.")
+    doc = f"As `jax.Array.{name}`, of what is held here."
+    if name in _OF_HELD:
+        return property(lambda self: getattr(self._held(), name), doc=doc)
+    return property(lambda self: getattr(self._readable(), name), doc=doc)
 
 
 def _unary(name: str, readable: str) -> Callable[["ReadableArray"], object]:
@@ -59,6 +64,7 @@ class ReadableArray(jax.Array):
     __array_priority__ = 100
 
     # Return the array to compute with, and one with all values in this process, or raise the user's error.
+    _held: Callable[[], jax.Array]
     _readable: Callable[[], jax.Array]
     _host_readable: Callable[[], jax.Array | np.ndarray]
     _operands: Callable[[object], tuple[jax.Array, object]]  # both sides of an operator with something else

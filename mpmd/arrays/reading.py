@@ -1,5 +1,6 @@
 """Reads an `MpmdArray` as one array: the array of a group, or the joined pieces of a split array."""
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from mpmd._jax_compat import Tracer
+from mpmd._jax_compat import Tracer, no_mesh, trace_state_clean
 from mpmd.arrays.delegation import is_plain
 from mpmd.arrays.mesh import Device, MpmdMesh, groups_text, meshes_in_use
 from scheduler.base.texts import counted
@@ -43,7 +44,9 @@ def as_weak(x: jax.Array) -> jax.Array:
 @functools.lru_cache(maxsize=256)
 def _weakly(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None) -> Callable[[jax.Array], jax.Array]:
     like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=True)
-    return jax.jit(lambda x: x).lower(like).compile()
+    # Without the mesh of the user's context, whose devices may be others.
+    with no_mesh() if trace_state_clean() else contextlib.nullcontext():
+        return jax.jit(lambda x: x).lower(like).compile()
 
 
 def on_host(x: Array) -> jax.Array | np.ndarray:

@@ -42,8 +42,8 @@ class Bindings:
     def finish(self) -> None:
         """Waits for all programs."""
         for b in self.instructions:
-            if isinstance(b.act, Executable | HostCall):
-                b.act = b.act.call
+            if isinstance(act := b.act, Executable | HostCall):  # read once: another thread may finish them too
+                b.act = act.call
 
     @property
     def num_calls(self) -> int:

@@ -166,6 +166,7 @@ class Inputs:
                     if piece.dtype != aval.dtype:  # of 64 bits, from a part of the program with `jax_enable_x64`
                         piece = piece.astype(aval.dtype)
                     _check_movable(piece, where)
+                    piece = compat.row_major(piece)
                 else:
                     # A copy, since an array on CPU devices may share numpy's memory. `x` may stand for an absent key.
                     piece = np.array(piece, keys.data_dtype(aval.dtype))

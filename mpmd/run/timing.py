@@ -49,6 +49,7 @@ class Recorder:
         self._queues: dict[int | tuple[int, int], SimpleQueue] = {}
         self._threads: list[threading.Thread] = []
         self._is_warm = False
+        self._lock = threading.RLock()  # held by a timed step: threads may time one step at once
 
     def wrapped(self, instructions: Sequence[tuple]) -> list[tuple]:
         """Wraps the instructions that the executor walks, so that each records its times."""
@@ -62,17 +63,19 @@ class Recorder:
 
         Returns a slow function that returns the rows, to call after the last step.
         """
-        self.warm_up()
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
-        self.start()
-        try:
-            walk()
-        finally:
-            self.stop()
-            self.join()
-            sys.setswitchinterval(interval)
-        return functools.partial(self._rows, step, self._begun.copy(), self._returned.copy(), self._ends, self.order)
+        with self._lock:
+            self.warm_up()
+            interval = sys.getswitchinterval()
+            sys.setswitchinterval(_SWITCH_S)
+            self.start()
+            try:
+                walk()
+            finally:
+                self.stop()
+                self.join()
+                sys.setswitchinterval(interval)
+            begun, returned = self._begun.copy(), self._returned.copy()
+            return functools.partial(self._rows, step, begun, returned, self._ends, self.order)
 
     def start(self) -> None:
         """Begins to record a step that runs the instructions from `wrapped`."""

@@ -1,10 +1,13 @@
 """MpmdArrays outside of steps: in JAX's own functions, in libraries, printed, and where they cannot be used."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -65,6 +68,23 @@ def test_a_tree_of_metrics_prints_values(mesh):
     assert f"{metrics['loss']:.3f} {metrics['loss']}" == "2.500 2.5"
     metrics["loss"].delete()
     assert str(metrics["loss"]) == "MpmdArray(float32[], group 3 of 4, P(), deleted)"
+
+
+def test_a_weakly_typed_result_is_read_under_any_mesh_and_where_it_lies(mesh):
+    x = mpmd.jit(lambda x: jnp.asarray(2.0) + 0 * len(x), mpmd_mesh=mesh)(VALUE)
+    assert x.weak_type
+    with jax.set_mesh(mesh.jax_mesh):
+        assert x.item() == x.tolist() == float(x[...]) == float(jnp.asarray(x)) == 2
+        x.copy_to_host_async()
+        assert jax.device_get(x) == 2 and x.is_ready()
+    assert weakref.ref(x)() is x
+
+
+def test_an_array_with_its_axes_in_another_order_in_memory_is_taken_as_by_jit(mesh):
+    where = mpmd.MpmdSharding(mesh, 0).group_sharding(0)
+    x = jax.device_put(np.arange(6.0, dtype=np.float32).reshape(2, 3), Format(Layout((1, 0)), where))
+    step = mpmd.jit(lambda x: x @ x.T, mpmd_mesh=mesh)
+    np.testing.assert_array_equal(mpmd.device_get(step(x)), jax.jit(lambda x: x @ x.T)(x))
 
 
 def test_a_jitted_function_takes_arrays_of_the_same_group_from_several(mesh):

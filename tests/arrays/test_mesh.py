@@ -4,6 +4,7 @@ import copy
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -84,6 +85,26 @@ def test_separate_groups_may_differ_in_shape_names_and_size():
     assert repr(mesh) == "MpmdMesh(groups ('data': 2, 'model': 2), ('data': 2), ('x': 1))"
     with pytest.raises(ValueError, match="is in no group of"):
         mesh.group_of(devices[7])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)])
+def test_groups_may_have_their_axes_in_another_order(kind):
+    """`P("data")` are other rows of each device there: values are not moved device by device."""
+    devices = np.array(jax.devices()).reshape(2, 2, 2)
+    names = ("data", "model"), ("model", "data")
+    mesh = MpmdMesh.from_groups([Mesh(d, n, axis_types=(kind,) * 2) for d, n in zip(devices, names, strict=True)])
+
+    def loss(ws, x):
+        return (mpmd.mark_stage_end(jnp.tanh(x @ ws[0])) @ ws[1] * x).sum()
+
+    def step(ws, xs):
+        return mpmd.treduce(lambda x: jax.value_and_grad(loss)(ws, x), xs, "1f1b")
+
+    rng = np.random.default_rng(0)
+    ws, xs = ([rng.normal(size=(4, 4)).astype(np.float32) for _ in range(2)], rng.normal(size=(2, 8, 4)))
+    got = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=(None, P(None, "data")))(ws, xs.astype(np.float32))
+    for one, two in zip(jax.tree.leaves(mpmd.device_get(got)), jax.tree.leaves(jax.jit(step)(ws, xs)), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5)
 
 
 def test_all_groups_may_share_one_device():
