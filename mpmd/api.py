@@ -22,6 +22,7 @@ from mpmd.bucketed_step import BucketedStep
 from mpmd.buckets import Bucketing, Buckets
 from mpmd.compile.compiler import CompilerOptions
 from mpmd.compiled import Compiled
+from mpmd.errors import StageError
 from mpmd.job import joining
 from mpmd.microbatch_list import MicrobatchList
 from mpmd.observe import ledger
@@ -312,7 +313,11 @@ class Jitted:
                 return act(args, kwargs)
             except lists.TakesList as found:
                 way = found.path, type(found)
-                assert way not in known
+                if way in known:
+                    raise StageError(
+                        f"treduce: xs is the argument{jax.tree_util.keystr(found.path[1:])}, which is part of another"
+                        " list of microbatches.\n  Pass it as an argument of its own."
+                    ) from None
                 known.add(way)
                 self._lists.setdefault(found.path, set()).add(type(found))  # another thread may have found it too
 
@@ -421,6 +426,8 @@ class Jitted:
         check_leaves(call.leaves, names)
         hints = [hint_of(w, x, self._mesh, n) for w, x, n in zip(call.wishes, call.leaves, names, strict=True)]
         hints = [(given or {}).get(i, hint) for i, hint in enumerate(hints)]
+        for i in lists.leaves_of_one(call.tree):  # one stands for all, which may be in different groups
+            hints[i] = dataclasses.replace(hints[i], groups=None, split_axis=None, ranges=())
         lowering = self._mesh.groups[0]
         avals = [
             traced_type(x, h, lowering, self._mesh.mpmd_axis_name) for x, h in zip(call.leaves, hints, strict=True)

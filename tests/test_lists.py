@@ -807,6 +807,68 @@ def test_a_microbatch_that_the_step_changes_is_refused_and_lists_are_compared_an
     check_close(mpmd.jit(reading, mpmd_mesh=groups(2))(params, calls[1]), jax.jit(reading)(params, calls[1]))
 
 
+def test_microbatches_may_lie_in_any_groups_each_in_others():
+    mesh = groups(2)
+
+    def step(ws, xs):
+        def loss(x):
+            return jnp.vdot(mpmd.mark_stage_end(jnp.tanh(x["x"] @ ws[0])) @ ws[1], x["y"])
+
+        return mpmd.treduce(loss, xs, "1f1b")
+
+    def placed(x, group):
+        return mpmd.jit(lambda x: x, mpmd_mesh=mesh, out_shardings=mpmd.MpmdSharding(mesh, group))(x)
+
+    ws = [np.eye(WIDTH, dtype=np.float32)] * 2
+    xs = [{name: np.full((rows, WIDTH), rows, np.float32) for name in "xy"} for rows in (2, 3, 3)]
+    pipelined, expected = mpmd.jit(step, mpmd_mesh=mesh), jax.jit(step)(ws, xs)
+    for some in ([placed(x, 0) for x in xs], xs, [placed(xs[0], 1), xs[1], placed(xs[2], 0)]):
+        check_close(pipelined(ws, some), expected)
+    one_group = mpmd.jit(step, mpmd_mesh=mesh, in_shardings=(None, mpmd.MpmdSharding(mesh, 0)))
+    check_close(one_group(ws, xs), expected)
+
+
+def test_a_state_may_look_like_a_microbatch_of_one_shape():
+    def step(xs, stats):
+        loss = mpmd.treduce(lambda x: mpmd.mark_stage_end(x[0] * 2).sum() * x[1].sum(), xs, "1f1b")
+        return loss, (stats[0] + 1, stats[1] * 0.5)
+
+    stats = np.zeros(3, np.float32), np.ones(3, np.float32)
+    pipelined = mpmd.jit(step, mpmd_mesh=groups(2))
+    for rows in (2, 5), (3, 2):
+        xs = [(np.ones(n, np.float32), np.ones(n, np.float32)) for n in rows]
+        check_close(pipelined(xs, stats), jax.jit(step)(xs, stats))
+
+
+@jax.tree_util.register_pytree_node_class
+class Box:
+    """A class whose children have no names."""
+
+    def __init__(self, documents):
+        self.documents = documents
+
+    def tree_flatten(self):
+        return (self.documents,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_a_list_may_be_in_an_object_of_any_class_but_not_in_another_list_of_microbatches():
+    def scaled(xs):
+        return mpmd.treduce(lambda x: mpmd.mark_stage_end(x * 2).sum(), xs, "1f1b")
+
+    xs = [np.ones(n, np.float32) for n in (2, 3)]
+    assert mpmd.jit(lambda box: scaled(box.documents), mpmd_mesh=groups(2))(Box(xs)) == 10
+    both = mpmd.jit(
+        lambda bs: mpmd.treduce(lambda x: mpmd.mark_stage_end(x[0] * 2).sum(), bs, "1f1b") + scaled(bs[0]),
+        mpmd_mesh=groups(2),
+    )
+    with pytest.raises(StageError, match="which is part of another list of microbatches"):
+        both([xs, xs])
+
+
 def test_an_argument_that_is_read_for_some_shapes_alone_is_named():
     _, params, calls = summed_tables(lambda rows: jnp.float32(1))
 

@@ -1,5 +1,6 @@
 """Moves a jaxpr from its mesh at tracing, and from others that it names, to the mesh of one group."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -125,7 +126,21 @@ class _Rebase:
             for e in found
         )
 
+    def check_sizes(self, mesh: AbstractMesh, manual_axes: Iterable[str]) -> None:
+        """Raises a ValueError for a `shard_map` on axes of other sizes: its body holds shapes of one device's part."""
+        if mesh.axis_names != self.names:
+            return
+        for name in sorted(manual_axes):
+            size, own = mesh.shape[name], self.group.shape.get(name)
+            if own is not None and own != size:
+                raise ValueError(
+                    f"A shard_map over {name!r} was traced for {size} devices along it, and the group has {own}."
+                )
+
     def eqn(self, eqn: JaxprEqn) -> JaxprEqn:
+        if eqn.primitive.name == "shard_map":
+            mesh = eqn.params["mesh"]
+            self.check_sizes(mesh, eqn.params.get("manual_axes", mesh.axis_names))
         outside, self.is_in_kernel = self.is_in_kernel, self.is_in_kernel or eqn.primitive.name in _KERNELS
         params = {k: None if k == "concrete_mesh" else self.value(v) for k, v in eqn.params.items()}
         self.is_in_kernel = outside

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import types
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -51,6 +52,8 @@ class _Tracing:
     others: frozenset[AbstractMesh]  # the user may name these, and means `mesh`
     axis: str | None
     is_mesh_set: bool  # by the user
+    # Variables of functions of `shard_map`, and the values that they had before: JAX writes the mesh into them.
+    written: list[tuple[types.CellType, object]] = dataclasses.field(default_factory=list, compare=False)
 
     def own_mesh(self, mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
         """Returns the mesh of the step instead of another one that stands for it."""
@@ -79,8 +82,13 @@ def tracing(
     """
     _install_hooks()
     is_mesh_set = not current_mesh().empty
-    with _tracing(_Tracing(mesh, others, axis, is_mesh_set)), use_abstract_mesh(mesh):
-        yield
+    step = _Tracing(mesh, others, axis, is_mesh_set)
+    try:
+        with _tracing(step), use_abstract_mesh(mesh):
+            yield
+    finally:
+        for cell, value in reversed(step.written):
+            cell.cell_contents = value
 
 
 @contextlib.contextmanager
@@ -134,7 +142,23 @@ def _own_sharding(step: _Tracing, sharding: Any) -> Any:
 
 
 def _shard_map_of_another(original: Callable, step: _Tracing, mesh: Mesh | AbstractMesh | None, *args: object):
+    step.written.extend(_written_by_shard_map(sys._getframe(2)))
     return original(mesh if mesh is None else _own_mesh(step, mesh), *args)
+
+
+def _written_by_shard_map(frame: types.FrameType | None) -> Iterator[tuple[types.CellType, object]]:
+    """Yields the variables that a function of `shard_map` is about to overwrite with the mesh of this call, with their
+    values. The function would keep that mesh, and could not be called outside of the step any more.
+
+    The caller of its frame, which shortens tracebacks, holds the function.
+    """
+    holder = None if frame is None else frame.f_back
+    function = None if holder is None else holder.f_locals.get("fun")
+    if frame is None or getattr(function, "__code__", None) is not frame.f_code:  # another JAX: they stay overwritten
+        return
+    for name, cell in zip(frame.f_code.co_freevars, function.__closure__ or (), strict=True):
+        if name in ("mesh", "axis_names"):
+            yield cell, cell.cell_contents
 
 
 def _sharding_of_another(original: Callable, step: _Tracing, sharding: Any, *args: Any, **kwargs: Any):

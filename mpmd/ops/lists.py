@@ -231,6 +231,11 @@ def leaves_of_one(tree: TreeDef) -> set[int]:
     return {i for xs in _of_positions(tree) for i in jax.tree.leaves(xs.one)}
 
 
+def leaves_of(tree: TreeDef) -> set[int]:
+    """Returns the positions of all leaves of lists of microbatches, among the leaves of the arguments."""
+    return {i for xs in _of_positions(tree) for i in jax.tree.leaves((xs.one, xs.number, xs.plain))}
+
+
 def _of_positions(tree: TreeDef) -> list[Microbatches]:
     """Returns the lists in a tree whose leaves are their positions."""
     found = jax.tree.unflatten(tree, range(tree.num_leaves))
@@ -248,7 +253,10 @@ def at(tree: PyTree, path: Path) -> PyTree:
     """Returns the part of a tree at a path, or None."""
     for key in path:
         try:
-            if hasattr(key, "name"):
+            if isinstance(key, jax.tree_util.FlattenedIndexKey):  # of a class that names no keys
+                children, _ = jax.tree_util.default_registry.flatten_one_level(tree)
+                tree = list(children)[key.key]
+            elif hasattr(key, "name"):
                 tree = getattr(tree, key.name)
             else:
                 tree = tree[key.idx if hasattr(key, "idx") else key.key]

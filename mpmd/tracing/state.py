@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from mpmd import _jax_compat as compat
+from mpmd.ops import lists
 from mpmd.pytrees import TreeDef
 from mpmd.tracing.trace import Trace
 
@@ -22,9 +23,13 @@ def match_state(trace: Trace) -> tuple[int | None, ...]:
     taken: set[int] = set()
     donors: list[int | None] = [None] * len(out_types)
     sources: dict[Hashable, list[range]] = defaultdict(list)
+    # A microbatch is no state, although a result may look like those of one shape.
+    microbatches = lists.leaves_of(trace.in_tree)
     for argument in _arguments(trace.in_tree):
         for sub in argument.subtrees(2):
-            if not sub.is_leaf or sub is argument or not argument.is_container:
+            if microbatches.isdisjoint(sub.leaves) and (
+                not sub.is_leaf or sub is argument or not argument.is_container
+            ):
                 sources[sub.key(in_types)].append(sub.leaves)
     subtrees = sorted(_Subtree(trace.out_tree, 0).subtrees(4), key=lambda t: -len(t.leaves))
     by_size = (list(subs) for _, subs in itertools.groupby(subtrees, key=lambda t: len(t.leaves)))

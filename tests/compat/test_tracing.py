@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -17,6 +18,7 @@ from samples import slow_first
 
 import mpmd
 import scheduler
+from mpmd.errors import StageError
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -150,3 +152,35 @@ def test_arguments_in_star_args_are_named_by_position_in_errors():
         assert str(raised.value).startswith(
             f"mpmd.jit: the sharding P('data',) of {name} does not fit its shape (3,) in group 0.\n"
         )
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_function_of_shard_map_can_be_called_after_a_step_as_before(is_named):
+    """JAX keeps the mesh of a call in the function; the mesh of a step has no devices."""
+    whole = jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2)
+    summed = jax.shard_map(
+        lambda x: jax.lax.psum(x, "data"), mesh=whole if is_named else None, in_specs=P("data"), out_specs=P()
+    )
+    x, w = np.arange(8, dtype=np.float32).reshape(4, 2), np.eye(2, dtype=np.float32)
+
+    def step(w, x):
+        return summed(mpmd.mark_stage_end(x @ w)) * 2
+
+    pipelined = mpmd.jit(step, mpmd_mesh=mpmd.MpmdMesh(whole, "stage"))
+    got = pipelined(w, x)
+    with jax.set_mesh(whole):
+        np.testing.assert_array_equal(mpmd.device_get(got), jax.jit(step)(w, x))
+        np.testing.assert_array_equal(summed(x), x[:2] + x[2:])
+    np.testing.assert_array_equal(mpmd.device_get(pipelined(w, x)), mpmd.device_get(got))
+
+
+def test_a_shard_map_in_a_group_with_an_axis_of_another_size_is_refused():
+    groups = [jax.sharding.Mesh(np.array(jax.devices()[i:j]), ("data",)) for i, j in ((0, 2), (2, 6))]
+    mean = jax.shard_map(
+        lambda x: jax.lax.pmean(jax.lax.pcast(x, "data", to="varying"), "data"), in_specs=P(), out_specs=P()
+    )
+    step = mpmd.jit(lambda x: mean(mpmd.mark_stage_end(x * 2) + 1), mpmd_mesh=mpmd.MpmdMesh.from_groups(groups))
+    with pytest.raises(
+        StageError, match="A shard_map over 'data' was traced for 2 devices along it, and the group has 4"
+    ):
+        step(np.ones(4, np.float32))
