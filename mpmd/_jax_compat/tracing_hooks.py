@@ -153,7 +153,7 @@ def _written_by_shard_map(frame: types.FrameType | None) -> Iterator[tuple[types
     The caller of its frame, which shortens tracebacks, holds the function.
     """
     holder = None if frame is None else frame.f_back
-    function = None if holder is None else holder.f_locals.get("fun")
+    function: Any = None if holder is None else holder.f_locals.get("fun")
     if frame is None or getattr(function, "__code__", None) is not frame.f_code:  # another JAX: they stay overwritten
         return
     for name, cell in zip(frame.f_code.co_freevars, function.__closure__ or (), strict=True):
