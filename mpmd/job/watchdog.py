@@ -7,6 +7,7 @@ stopped. A verdict prints a table on every rank and ends the process by force: t
 
 import contextlib
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -256,9 +257,12 @@ class Watchdog:
         """Publishes that the program is at its end, and waits for the ends of all ranks (or for a verdict)."""
         if status := exits.exit_status():
             self._fail(exits.status_text(status), status)
-        # A value that others wait for may never come: the judge sees that, or the calls are known to have differed.
-        while not self._is_ending and not calls.have_differed and self._activity.expected.are_to_come():
+        end = math.inf
+        # A value may never come: the judge sees that. If calls have differed, their error is first raised elsewhere.
+        while not self._is_ending and self._activity.expected.are_to_come() and time.monotonic() < end:
             time.sleep(PUBLISH_S / 5)
+            if calls.have_differed:
+                end = min(end, time.monotonic() + SILENT_S)
         calls.finish()
         if not self._is_ending:
             self._activity.say("finished")

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from operator import add
+from operator import add, methodcaller
 
 from scheduler.base.collector import without_collection
 from scheduler.engine import blocked, run_until_blocked
@@ -38,7 +38,9 @@ def run_on_clock(
     waits = _what_tasks_wait_for(placement, m, chain(n) if reads is None else reads)
     # The time of each kind of task, and over the boundary after a stage: at stage times microbatches plus microbatch.
     names: dict[Kind, str] = {"F": "forward", "I": "input_grad", "W": "weight_grad", "R": "recompute"}
-    seconds = {kind: costs.flat(m, lambda one, name=name: one.per_stage(name, n)) for kind, name in names.items()}
+    seconds: dict[Kind, list[float]] = {}
+    for kind, name in names.items():
+        seconds[kind] = costs.flat(m, methodcaller("per_stage", name, n))
     seconds["B"] = list(map(add, seconds["I"], seconds["W"]))
     over = costs.flat(m, lambda one: one.transfers(n) if reads else one.transfers_between(placement))
     # When each event has happened, -1 before. The end of F is the event at stage times microbatches plus microbatch,

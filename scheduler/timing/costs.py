@@ -166,8 +166,10 @@ class Costs:
     def flat(self, num_microbatches: int, of_stages: "Callable[[Costs], Sequence[float]]") -> list[float]:
         """Returns a number for each stage and microbatch, stage after stage, from the numbers of each microbatch."""
         every = self.of_microbatches(num_microbatches)
-        known = {id(one): one for one in every}
-        rows = {key: of_stages(one) for key, one in known.items()}
+        rows: dict[int, Sequence[float]] = {}
+        for one in every:
+            if id(one) not in rows:
+                rows[id(one)] = of_stages(one)
         if len(rows) == 1:
             return [x for x in rows[id(every[0])] for _ in every]
         return [x for column in zip(*(rows[id(one)] for one in every), strict=True) for x in column]
