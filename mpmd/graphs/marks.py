@@ -138,10 +138,12 @@ def _check_number_of_marks(forward: Sequence[Node], schedule: Schedule) -> None:
             "  Call it once, on both inputs (jnp.concatenate, jax.vmap), or have it mark in one of the calls only: give"
             " it the function that marks as an argument, mark=mpmd.mark_stage_end there and mark=lambda x: x elsewhere."
         )
+    layers = "\n  Or call mark_layer_end after each layer, in the body of a scan too: then stages are chosen."
     both = "\n  Two models in one step share their marks: x, y = mark_stage_end((x, y))." if found > stages else ""
     raise StageError(
         f"mark_stage_end: {schedule} has {counted(stages, 'stage')}, which takes {want} mark{'s' if stages > 1 else ''}"
         f" in a microbatch; found {found}{':' if found else '.'}{lines}{more}\n"
         "  Call mark_stage_end at the end of each stage (the last may be left out), on values that are used afterwards."
+        + (layers if not found else "")
         + both
     )

@@ -148,10 +148,13 @@ def _loop_items(
 
 def _check_groups(schedule: Schedule, mesh: MpmdMesh, eqn: compat.JaxprEqn) -> None:
     if schedule.num_groups != mesh.num_groups:
+        other = "MpmdMesh.mpmd_submesh"
+        if mesh.num_groups < schedule.num_groups:
+            other = f"more groups, which may share devices: MpmdMesh.from_groups([mesh] * {schedule.num_groups})"
         raise StageError(
             f"treduce at {compat.source_line(eqn)}: {schedule} runs on {counted(schedule.num_groups, 'group')},"
             f" but {mesh} has {mesh.num_groups}.\n"
-            f"  Use a schedule for {counted(mesh.num_groups, 'group')}, or MpmdMesh.mpmd_submesh."
+            f"  Use a schedule for {counted(mesh.num_groups, 'group')}, or {other}."
         )
 
 

@@ -267,8 +267,10 @@ def check_leaves(leaves: Iterable[object], names: Iterable[str]) -> None:
 
 def _check_is_array(name: str, x: object) -> None:
     if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex, np.generic)):
+        state = "  If it is a state, register its class: jax.tree_util.register_dataclass.\n"
         raise TypeError(
             f"mpmd.jit: {name} is of type {type(x).__name__}, {x!r:.40}, not an array.\n"
+            f"{state if dataclasses.is_dataclass(x) else ''}"
             "  Leave it out, or make it an argument of its own and name that in static_argnames if it is part of the"
             " program."
         )
