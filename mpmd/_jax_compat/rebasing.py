@@ -19,7 +19,9 @@ _CONTEXT = [name for name in core.JaxprEqnContext.__slots__ if name not in ("con
 _KERNELS = ("pallas_call", "mpmd_map")  # Pallas compiles their bodies
 
 
-def rebase(jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole: AbstractMesh, axis: str | None = None) -> ClosedJaxpr:
+def rebase(
+    jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole: AbstractMesh, axis: str | None = None, *, is_last: bool = False
+) -> ClosedJaxpr:
     """Returns `jaxpr`, traced on the `whole` mesh, for a group's mesh.
 
     Every mesh in types, parameters and contexts is replaced, inside inner jaxprs too; a mesh with other
@@ -28,13 +30,15 @@ def rebase(jaxpr: ClosedJaxpr, group_mesh: AbstractMesh, whole: AbstractMesh, ax
     Args:
       axis: left out of entries of a spec that name all axes of the mesh. JAX writes these for the residuals of a
         `shard_map` with a derivative that was traced before, on the mesh of a group.
+      is_last: whether the program is compiled for this mesh: then a `shard_map` over axes of other sizes is an error
+        (ValueError). Before, the mpmd axis may have another size, over which nothing is split or summed.
     """
-    return _Rebase(group_mesh, whole, axis).closed(jaxpr)
+    return _Rebase(group_mesh, whole, axis, is_last).closed(jaxpr)
 
 
 class _Rebase:
-    def __init__(self, group_mesh: AbstractMesh, whole: AbstractMesh, axis: str | None):
-        self.group, self.axis = group_mesh, axis
+    def __init__(self, group_mesh: AbstractMesh, whole: AbstractMesh, axis: str | None, is_last: bool):
+        self.group, self.axis, self.is_last = group_mesh, axis, is_last
         self.names = whole.axis_names
         self.whole_types = dict(zip(whole.axis_names, whole.axis_types, strict=True))
         self.types = dict(zip(group_mesh.axis_names, group_mesh.axis_types, strict=True))
@@ -138,7 +142,7 @@ class _Rebase:
                 )
 
     def eqn(self, eqn: JaxprEqn) -> JaxprEqn:
-        if eqn.primitive.name == "shard_map":
+        if self.is_last and eqn.primitive.name == "shard_map":
             mesh = eqn.params["mesh"]
             self.check_sizes(mesh, eqn.params.get("manual_axes", mesh.axis_names))
         outside, self.is_in_kernel = self.is_in_kernel, self.is_in_kernel or eqn.primitive.name in _KERNELS

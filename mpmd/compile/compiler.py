@@ -230,7 +230,7 @@ class Compiler:
     def _rebased(self, name: str, closed: compat.ClosedJaxpr, mesh: Mesh) -> compat.ClosedJaxpr:
         """Returns `closed` on the group's abstract mesh, without any devices."""
         try:
-            return compat.rebase(closed, mesh.abstract_mesh, self.traced_on)
+            return compat.rebase(closed, mesh.abstract_mesh, self.traced_on, is_last=True)
         except ValueError as e:
             raise StageError(
                 f"{name} does not fit the group's mesh {dict(mesh.shape)}; the step was traced on"
