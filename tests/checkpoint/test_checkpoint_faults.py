@@ -286,6 +286,7 @@ def test_integers_that_jax_would_cut_are_an_error_and_come_back_as_numpy(tmp_pat
     assert restore(tmp_path / "state", {"seen": np.zeros(2, np.int64)})["seen"].tolist() == [7, 2**40 + 7]
 
 
+@pytest.mark.slow
 def test_two_threads_may_save_at_once(tmp_path):
     errors = []
 
