@@ -153,7 +153,7 @@ def test_a_notice_is_kept_in_mind_when_another_process_is_lost(environment, unbr
 
 @pytest.mark.slow
 def test_after_a_notice_no_step_is_computed_again(environment, unbroken):
-    faults = [kill(0, 1, 3, signal.SIGTERM), kill(0, 0, 6, signal.SIGTERM, 0.01)]
+    faults = [kill(0, 1, 2, signal.SIGTERM), kill(0, 0, 4, signal.SIGTERM, 0.01)]  # in time before the last step
     job = run(environment, *"-n 2 --cpu-devices 2 --restarts 2".split(), faults=faults)
     assert (steps(job), end(job)) == unbroken("1f1b", 4)
     assert taken(job) == [f"{rank}: killed by SIGTERM; spare {spare}" for rank, spare in ("12", "03")]
