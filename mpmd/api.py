@@ -210,21 +210,28 @@ class Jitted:
             step, leaves = self._bucketed_step(self._buckets_for(args, kwargs, xs), xs)
             return step._run(leaves)
         call = self._read(args, kwargs)
+        compiled = self._known(call)
+        if compiled is None:
+            if len(self._locks) > _MOST_TYPES:
+                self._locks.clear()
+            with self._locks.setdefault(call.key, threading.RLock()):
+                compiled = self._known(call) or self._newly_compiled(call)  # by another thread meanwhile, or here
+        return compiled._run(call.leaves)
+
+    def _known(self, call: CallArguments) -> Compiled | None:
+        """Returns a compiled step that can run this call, if there is one."""
         for compiled in self._cache.get(call.key, ()):
             if compiled._fits(call.leaves, call.wishes):
-                return compiled._run(call.leaves)
-        if len(self._locks) > _MOST_TYPES:
-            self._locks.clear()
-        with self._locks.setdefault(call.key, threading.RLock()):
-            found = (c for c in self._cache.get(call.key, ()) if c._fits(call.leaves, call.wishes))
-            compiled = next(found, None)  # by another thread, meanwhile
-            if compiled is None:
-                with joining.compiling(), without_collection():
-                    traced = self._trace(call)
-                    check_is_outside()
-                    compiled = traced._lowered._compiled
-                self._cache[call.key].append(compiled)
-        return compiled._run(call.leaves)
+                return compiled
+        return None
+
+    def _newly_compiled(self, call: CallArguments) -> Compiled:
+        with joining.compiling(), without_collection():
+            traced = self._trace(call)
+            check_is_outside()
+            compiled = traced._lowered._compiled
+        self._cache[call.key].append(compiled)
+        return compiled
 
     def _bucketed_step(
         self, buckets: tuple[list[Buckets], Bucketing, CallArguments], xs: Sequence[MicrobatchList]
